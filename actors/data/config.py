@@ -1,0 +1,35 @@
+"""Settings of the data stage. Read without ray, torch or transformers."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from cluster.config import Config
+
+Split = Literal["train", "test"]
+
+
+class SourceConfig(Config):
+    """One dataset to read: a mined one by name, or a user's own file or folder by path."""
+
+    source: str
+    """`python-errors`, `python-functions`, or a path to JSONL, JSON, Parquet, CSV or a `datasets` folder."""
+    split: Split = "train"
+    limit: int | None = Field(default=None, gt=0)
+    """Rows to keep of the split, chosen by a hash of the row, so that a bigger limit only adds rows."""
+
+
+class DataConfig(Config):
+    """What a run learns from and what it is measured on."""
+
+    train: SourceConfig
+    eval: SourceConfig | None = None
+    test_fraction: float = Field(default=0.2, gt=0, lt=1)
+    """Share of groups (packages, or rows of a user's file without a `group` column) held out for test."""
+    near_duplicate_similarity: float = Field(default=0.8, gt=0, le=1)
+    """Jaccard similarity of word 3-grams from which two texts count as the same."""
+    max_length: int = Field(default=512, ge=8)
+    """Tokens per training sequence; a longer example is quarantined with its reason, not cut."""
+    packing: bool = True
+    """Put several examples into one sequence; they do not see each other."""
+    seed: int = 0

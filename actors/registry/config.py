@@ -1,0 +1,25 @@
+"""Settings of registration."""
+
+import re
+
+from pydantic import Field, field_validator
+
+from cluster.config import Config
+
+NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+ACTOR_NAME = "registry"
+NAMESPACE = "flywheel"
+
+
+class RegisterConfig(Config):
+    """Under which name a result is registered, and which alias moves if the gate is passed."""
+
+    name: str
+    on_pass: str | None = Field(default="champion")
+
+    @field_validator("name", "on_pass")
+    @classmethod
+    def _valid(cls, value: str | None) -> str | None:
+        if value is not None and not NAME_PATTERN.fullmatch(value):
+            raise ValueError("use 1 to 63 lower-case letters, digits, '.', '_' or '-', starting with a letter or digit")
+        return value

@@ -1,0 +1,86 @@
+"""Every environment variable that Flywheel reads or sets, in one place.
+
+Two groups: what a user may set (`FLYWHEEL_*`), and what we set for the libraries underneath so that they
+keep their files inside `FLYWHEEL_HOME` and behave on a small shared machine. `prepare()` must run before
+ray, transformers, vllm or mlflow are imported; this module imports none of them.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+HOME: Final = "FLYWHEEL_HOME"
+"""Folder of everything Flywheel keeps: models, data versions, runs, databases, logs, caches."""
+
+RAY_ADDRESS: Final = "RAY_ADDRESS"
+"""Address of a running Ray cluster. Unset: Flywheel starts Ray in-process and stops it at the end."""
+
+CODE_COMMIT: Final = "FLYWHEEL_CODE_COMMIT"
+"""Commit of the running code, for lineage where the working copy has no `.git` (a submitted job)."""
+
+_QUIET: Final = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+}
+
+_CPU: Final = {
+    # Ray runs workers at nice 15; on a shared machine Serve and Train then lose every fight for the CPU.
+    "RAY_worker_niceness": "0",
+    # OpenMP threads that spin while they wait starve the other processes of a small machine.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+def home() -> Path:
+    """`FLYWHEEL_HOME`, or `~/.flywheel`; absolute."""
+    return Path(os.environ.get(HOME) or Path.home() / ".flywheel").expanduser().absolute()
+
+
+def library_settings(root: Path) -> dict[str, str]:
+    """What the libraries underneath are told. A value the user has already set is not in the result."""
+    cache = root / "cache"
+    folders = {
+        "HF_HOME": cache / "huggingface",
+        "VLLM_CACHE_ROOT": cache / "vllm",
+        "VLLM_CONFIG_ROOT": cache / "vllm-config",
+        "TORCHINDUCTOR_CACHE_DIR": cache / "inductor",
+        "TRITON_CACHE_DIR": cache / "triton",
+        "TORCH_EXTENSIONS_DIR": cache / "torch-extensions",
+        "MPLCONFIGDIR": cache / "matplotlib",
+        "XDG_CACHE_HOME": cache,
+        "XDG_CONFIG_HOME": cache / "config",
+        "RAY_AUTH_TOKEN_PATH": root / "ray" / "auth_token",
+    }
+    wanted = {**_QUIET, **_CPU, **{name: str(path) for name, path in folders.items()}}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def prepare(root: Path | None = None) -> Path:
+    """Put the library settings into this process's environment and return the home folder."""
+    root = (root or home()).absolute()
+    os.environ.update(library_settings(root))
+    os.environ[HOME] = str(root)
+    return root
+
+
+def for_workers() -> dict[str, str]:
+    """The variables that Ray workers must see: ours and the libraries', as this process has them."""
+    names = {HOME, CODE_COMMIT, "HF_HUB_OFFLINE", *library_settings_names()}
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
+
+
+def library_settings_names() -> set[str]:
+    """Names that `library_settings` may set."""
+    return {
+        *_QUIET, *_CPU, "HF_HOME", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
+    }

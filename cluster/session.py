@@ -1,0 +1,133 @@
+"""The Ray cluster that a command works on: one that runs already, or our own for as long as we need it.
+
+Flywheel starts Ray in-process only when nobody names a cluster; what it started, it stops.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import environment
+from cluster.errors import ConfigError, DependencyError
+from cluster.storage import Home, write_atomically
+
+NAMESPACE = "flywheel"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A connection to Ray. `owned` says whether ending the session ends the cluster."""
+
+    address: str
+    owned: bool
+    dashboard_url: str | None
+
+
+@dataclass(frozen=True)
+class Beacon:
+    """What a kept session leaves for other commands under `FLYWHEEL_HOME`: where Ray and the gateway are."""
+
+    address: str
+    gateway_url: str | None
+    dashboard_url: str | None
+    pid: int
+
+    @staticmethod
+    def path(home: Home) -> Path:
+        return home.root / "session.json"
+
+    def write(self, home: Home) -> None:
+        write_atomically(self.path(home), json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, home: Home) -> "Beacon | None":
+        """The beacon of a live process; a beacon whose process is gone is removed."""
+        try:
+            beacon = cls(**json.loads(cls.path(home).read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+        if Path(f"/proc/{beacon.pid}").exists():
+            return beacon
+        cls.path(home).unlink(missing_ok=True)
+        return None
+
+
+@contextmanager
+def connect(address: str | None = None, *, start: bool = True, num_cpus: int | None = None) -> Iterator[Session]:
+    """Attach to Ray at `address`, else `RAY_ADDRESS`, else a kept session, else start our own.
+
+    Raises `DependencyError` if a named cluster does not answer, or if none is found and `start` is false.
+    """
+    import ray  # heavy; nothing before this line needs it
+
+    home = Home.current()
+    if ray.is_initialized():
+        yield _describe(ray, owned=False)
+        return
+    target = address or os.environ.get(environment.RAY_ADDRESS)
+    if target is None and (beacon := Beacon.read(home)) is not None:
+        target = beacon.address
+    if target is None and not start:
+        raise DependencyError(
+            "No Ray cluster is running for this FLYWHEEL_HOME.",
+            hint="Start one with `flywheel demo --keep`, or set RAY_ADDRESS.",
+            retryable=False,
+        )
+    owned = target is None
+    common: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+        "runtime_env": {"env_vars": environment.for_workers()},
+    }
+    if owned:
+        home.root.mkdir(parents=True, exist_ok=True)
+        ray.init(address="local", num_cpus=num_cpus or default_cpus(), include_dashboard=True, **common)
+    else:
+        try:
+            ray.init(address=target, **common)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise DependencyError(
+                f"Ray at {target!r} cannot be reached: {str(error).splitlines()[0]}",
+                hint="Start it with `ray start --head`, mend RAY_ADDRESS, or unset it to let Flywheel start Ray.",
+                retryable=False,
+            ) from None
+    try:
+        yield _describe(ray, owned=owned)
+    finally:
+        ray.shutdown()
+
+
+def default_cpus() -> int:
+    """Logical CPUs of our own cluster.
+
+    They are a scheduling allowance, not a measure: two trainers, the data feed and a driver's task must be
+    placed at once, also on a laptop with two cores (docs/decisions/0003-logical-cpus.md).
+    """
+    return max(4, os.cpu_count() or 1)
+
+
+def require_free_port(host: str, port: int) -> None:
+    """`ConfigError` if something listens on `host:port` already."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} on {host} cannot be used: {error.strerror}.",
+                hint="Stop what listens there, or choose another: --set serve.gateway.port=8001.",
+            ) from None
+
+
+def _describe(ray: Any, *, owned: bool) -> Session:
+    context = ray.get_runtime_context()
+    url = ray.worker.global_worker.node.webui_url if owned else None
+    return Session(address=context.gcs_address, owned=owned, dashboard_url=f"http://{url}" if url else None)

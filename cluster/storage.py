@@ -1,0 +1,143 @@
+"""Where things lie under `FLYWHEEL_HOME`, content digests, and publishing a folder whole or not at all.
+
+A folder that has been published under its final name is complete and never changes; whoever dies while
+writing leaves only a `.partial-…` sibling, which nothing reads.
+"""
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import environment
+from cluster.errors import ConfigError
+
+PARTIAL_PREFIX = ".partial-"
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folders of one installation. Each belongs to one owner, named in the comment."""
+
+    root: Path
+
+    @classmethod
+    def current(cls) -> "Home":
+        """The home that `FLYWHEEL_HOME` names (default `~/.flywheel`)."""
+        return cls(environment.home())
+
+    @property
+    def models(self) -> Path:  # cluster.models: base weights as Hugging Face folders
+        return self.root / "models"
+
+    @property
+    def data(self) -> Path:  # actors.data: immutable data versions
+        return self.root / "data"
+
+    @property
+    def runs(self) -> Path:  # actors.training: checkpoints of runs
+        return self.root / "runs"
+
+    @property
+    def versions(self) -> Path:  # actors.registry: artifacts of registered versions
+        return self.root / "versions"
+
+    @property
+    def registry_database(self) -> Path:  # actors.registry
+        return self.root / "registry.db"
+
+    @property
+    def tracking_database(self) -> Path:  # cluster.tracking: MLflow's own tables
+        return self.root / "mlflow.db"
+
+    @property
+    def tracking_artifacts(self) -> Path:  # cluster.tracking
+        return self.root / "mlflow-artifacts"
+
+    @property
+    def vectors(self) -> Path:  # cluster.vectors: Milvus Lite's data folder
+        return self.root / "vectors"
+
+    @property
+    def adapter_cache(self) -> Path:  # deployments.llm: node-local immutable copies of adapters
+        return self.root / "cache" / "adapters"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+
+def digest_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_folder(folder: Path) -> str:
+    """SHA-256 over every file's relative name and digest, in sorted order; names and bytes both count."""
+    total = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        total.update(f"{path.relative_to(folder).as_posix()}\0{digest_file(path)}\n".encode())
+    return total.hexdigest()
+
+
+@contextmanager
+def publish(target: Path) -> Iterator[Path]:
+    """A scratch folder that becomes `target` when the block ends well, and vanishes when it does not.
+
+    If another process has published `target` meanwhile, its copy stays and ours is dropped: both were
+    made from the same content by construction (targets are named by digest or by a unique id).
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.parent / f"{PARTIAL_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}"
+    scratch.mkdir()
+    try:
+        yield scratch
+        _sync(scratch)
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """Replace `path` in one step, durably: readers see the old text or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{PARTIAL_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def require_file_name(name: str, *, what: str) -> str:
+    """`name`, if it can be one path component; `ConfigError` otherwise. Ids pass here before they touch a path."""
+    allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+    if not name or len(name) > 128 or not set(name) <= allowed or name.startswith(".") or ".." in name:
+        raise ConfigError(
+            f"{name!r} cannot be a {what}.",
+            hint="Use 1 to 128 letters, digits, '.', '_' or '-', not starting with '.'.",
+        )
+    return name
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

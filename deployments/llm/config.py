@@ -1,0 +1,27 @@
+"""Settings of one vLLM deployment."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from cluster.config import Config
+
+
+class LLMConfig(Config):
+    """One base model, served by vLLM with adapters on top."""
+
+    model: str
+    """Registry name, Hugging Face id or path; the name that clients ask for is its last part."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    max_model_len: int = Field(default=2048, ge=64)
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = 16
+    max_loras: int = Field(default=4, ge=1)
+    """Adapters in one batch."""
+    max_adapters: int = Field(default=16, ge=1)
+    """Adapters resident in a replica's memory."""
+    replicas: int = Field(default=1, ge=1)
+    kv_cache_gib: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1)
+    """OpenMP threads of one replica on CPU."""
+    parity_check: bool = True
+    """Compare the engine with the reference forward before the replica says it is ready."""
