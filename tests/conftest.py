@@ -1,0 +1,39 @@
+"""One home folder and one Ray for the whole session; every test that needs them shares them.
+
+The environment is prepared at import, before any test module can import ray, vllm or transformers.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import environment
+
+# Models cost a conversion; a developer may keep them between sessions by setting FLYWHEEL_TEST_HOME.
+_KEPT = os.environ.get("FLYWHEEL_TEST_HOME")
+_ROOT = Path(_KEPT) if _KEPT else Path(tempfile.mkdtemp(prefix="flywheel-test-"))
+os.environ.pop(environment.RAY_ADDRESS, None)
+os.environ[environment.HOME] = str(_ROOT)
+environment.prepare(_ROOT)
+
+from cluster.session import Session, connect  # noqa: E402
+from cluster.storage import Home  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def home() -> Iterator[Home]:
+    """The session's FLYWHEEL_HOME; removed at the end unless FLYWHEEL_TEST_HOME names it."""
+    yield Home(_ROOT)
+    if not _KEPT:
+        shutil.rmtree(_ROOT, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_session(home: Home) -> Iterator[Session]:
+    """The one Ray cluster of the session, with room for every actor the tests start."""
+    with connect(num_cpus=8) as session:
+        yield session
