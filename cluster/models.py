@@ -1,0 +1,250 @@
+"""The model store: weights that a run, an engine or an embedder can load, each under one digest.
+
+A reference is a name of the catalog, a Hugging Face id, or the path of a folder. The first two are put into
+`FLYWHEEL_HOME/models/<key>/` once, whole or not at all; a folder of the user's stays where it is. Beside the
+weights, `<key>.json` keeps the digest, so that a later `obtain` reads no weights.
+
+This module knows files and digests. How weights come in is `cluster.model_sources`; it knows no torch, no
+tokenizer and no engine.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from cluster import model_sources
+from cluster.config import nearest
+from cluster.errors import ConfigError, DependencyError
+from cluster.storage import Home, digest_file, digest_folder, publish, require_file_name, write_atomically
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["causal-lm", "sentence-embedder"]
+
+_TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """One model folder: safetensors, config and tokenizer.
+
+    `digest` is `storage.digest_folder(path)`; `tokenizer_digest` covers the tokenizer's files and the chat
+    template, on which an adapter depends as much as on the weights. `source` says where the weights came from.
+    """
+
+    name: str
+    path: Path
+    digest: str
+    kind: Kind
+    source: str
+    tokenizer_digest: str
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What `<key>.json` keeps. `fingerprint` tells cheaply whether the files are still the digested ones."""
+
+    name: str
+    source: str
+    kind: Kind
+    digest: str
+    tokenizer_digest: str
+    fingerprint: str
+    path: str | None
+    """Absolute path of a folder outside the store; None inside it, so that a home can be moved."""
+
+
+def obtain(reference: str, home: Home) -> StoredModel:
+    """The model that `reference` names, fetched or converted first if it is not in the store yet.
+
+    Two processes may ask at once: one works, the other waits for it. Raises `ConfigError` for a reference
+    that names nothing or a folder that cannot be served, `DependencyError` if the source is not reachable.
+    """
+    if reference in model_sources.CATALOG:
+        return _stored(model_sources.CATALOG[reference], key=reference, name=reference, home=home)
+    folder = Path(reference).expanduser()
+    if folder.is_dir():
+        return _in_place(folder.resolve(), home)
+    if reference.startswith(("/", ".", "~")):
+        raise ConfigError(
+            f"There is no model folder {reference}.",
+            hint="Give the path of a Hugging Face folder with safetensors.",
+        )
+    if model_sources.is_hub_id(reference):
+        key = require_file_name(reference.replace("/", "--").lower(), what="model reference")
+        return _stored(model_sources.Hub(reference), key=key, name=served_name(reference), home=home)
+    meant = nearest(reference, model_sources.CATALOG)
+    raise ConfigError(
+        f"There is no model {reference!r}.",
+        hint=(f"Did you mean {meant!r}? " if meant else "")
+        + f"Known names: {', '.join(sorted(model_sources.CATALOG))}. Or give a Hugging Face id or a path.",
+    )
+
+
+def installed(home: Home) -> list[StoredModel]:
+    """Every model that the store knows and that is still there, by name."""
+    found = []
+    for path in sorted(home.models.glob("*.json")):
+        manifest = _read(path)
+        folder = Path(manifest.path) if manifest and manifest.path else path.with_suffix("")
+        if manifest and folder.is_dir():
+            found.append(_model(manifest, folder))
+    return sorted(found, key=lambda model: (model.name, str(model.path)))
+
+
+def served_name(reference: str) -> str:
+    """The name that clients ask for: the last part of a Hugging Face id or path, in lower case."""
+    path = Path(reference).expanduser()
+    last = path.resolve().name if path.is_dir() else path.name
+    return require_file_name(last.lower(), what="model name")
+
+
+def _stored(source: model_sources.Source, *, key: str, name: str, home: Home) -> StoredModel:
+    folder, manifest_path = home.models / key, home.models / f"{key}.json"
+    manifest = _read(manifest_path)
+    if manifest and folder.is_dir() and manifest.fingerprint == _fingerprint(folder):
+        return _model(manifest, folder)
+    with _only_one(home.models / f".{key}.lock"):
+        if not folder.is_dir():
+            logger.info("putting %s into the model store", name)
+            with publish(folder) as scratch:
+                source.write(scratch)
+                _require_servable(scratch)
+            manifest = None
+        fresh = _describe(folder, name=name, source=source.describe(), path=None)
+        if manifest and manifest.digest != fresh.digest:
+            raise DependencyError(
+                f"The files in {folder} are not those that were stored as {name} "
+                f"(digest {fresh.digest[:12]}, stored {manifest.digest[:12]}).",
+                hint=f"Delete {folder} and {manifest_path.name} beside it; they are made again when needed.",
+                retryable=False,
+            )
+        _write(manifest_path, fresh)
+        return _model(fresh, folder)
+
+
+def _in_place(folder: Path, home: Home) -> StoredModel:
+    """A user's folder. It may change under us, so a changed fingerprint means a new digest, not an error."""
+    key = f"path-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    manifest_path = home.models / f"{key}.json"
+    manifest = _read(manifest_path)
+    if manifest and manifest.fingerprint == _fingerprint(folder):
+        return _model(manifest, folder)
+    _require_servable(folder)
+    fresh = _describe(folder, name=served_name(str(folder)), source=f"path {folder}", path=str(folder))
+    _write(manifest_path, fresh)
+    return _model(fresh, folder)
+
+
+def _describe(folder: Path, *, name: str, source: str, path: str | None) -> _Manifest:
+    return _Manifest(
+        name=name,
+        source=source,
+        kind=_kind(folder),
+        # Taken before the digest: a file that changes in between makes the next fingerprint differ.
+        fingerprint=_fingerprint(folder),
+        digest=digest_folder(folder),
+        tokenizer_digest=_tokenizer_digest(folder),
+        path=path,
+    )
+
+
+def _model(manifest: _Manifest, folder: Path) -> StoredModel:
+    return StoredModel(
+        name=manifest.name,
+        path=folder,
+        digest=manifest.digest,
+        kind=manifest.kind,
+        source=manifest.source,
+        tokenizer_digest=manifest.tokenizer_digest,
+    )
+
+
+def _kind(folder: Path) -> Kind:
+    """`modules.json` is sentence-transformers' list of layers; every other model says its architecture."""
+    if (folder / "modules.json").is_file():
+        return "sentence-embedder"
+    try:
+        architectures = (
+            json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+        )
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder} is not a model folder: config.json cannot be read ({type(error).__name__}).",
+            hint="Give a Hugging Face folder with config.json, tokenizer and *.safetensors.",
+        ) from None
+    if any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        return "causal-lm"
+    raise ConfigError(
+        f"{folder} holds {', '.join(map(str, architectures)) or 'no architecture'}, of no use here.",
+        hint="Give a causal language model, or a sentence-transformers folder (with modules.json).",
+    )
+
+
+def _require_servable(folder: Path) -> None:
+    """Safetensors only: a pickle runs its author's code when it is loaded."""
+    _kind(folder)
+    if any(folder.rglob("*.safetensors")):
+        return
+    pickles = sorted(
+        path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.rglob(pattern)
+    )
+    raise ConfigError(
+        f"{folder} has no *.safetensors" + (f", only {', '.join(pickles)}." if pickles else "."),
+        hint="Convert it: load it where you trust it, then save_pretrained(folder, safe_serialization=True).",
+    )
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    total = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        if (folder / name).is_file():
+            total.update(f"{name}\0{digest_file(folder / name)}\n".encode())
+    return total.hexdigest()
+
+
+def _fingerprint(folder: Path) -> str:
+    total = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        facts = path.stat()
+        total.update(
+            f"{path.relative_to(folder).as_posix()}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode()
+        )
+    return total.hexdigest()
+
+
+def _read(path: Path) -> _Manifest | None:
+    """None if there is none or it cannot be read: everything in it can be found again from the files."""
+    try:
+        return _Manifest(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, manifest: _Manifest) -> None:
+    write_atomically(path, json.dumps(asdict(manifest), indent=2) + "\n")
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Held by one process of this machine at a time; the kernel lets go of it when its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
