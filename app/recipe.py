@@ -74,10 +74,15 @@ def find(reference: str | Path) -> Path:
     path = Path(reference)
     if path.is_file():
         return path
-    shipped = {recipe.stem: recipe for recipe in RECIPES.glob("*.yaml")}
-    if str(reference) in shipped:
-        return shipped[str(reference)]
+    known = shipped()
+    if str(reference) in known:
+        return known[str(reference)]
     raise ConfigError(
         f"There is no recipe {str(reference)!r}.",
-        hint=f"Give the path of a YAML file, or one of: {', '.join(sorted(shipped))}.",
+        hint=f"Give the path of a YAML file, or one of: {', '.join(known)}.",
     )
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come with Flywheel, by name."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}

@@ -54,18 +54,23 @@ def override(settings: Mapping[str, Any], assignments: Sequence[str]) -> dict[st
         keys = dotted.strip().split(".")
         if not sign or not all(keys):
             raise ConfigError(
-                f"--set {assignment!r} is not of the form a.b=value.", hint="For example: --set optimizer.learning_rate=1e-4"
+                f"--set {assignment!r} is not of the form a.b=value.",
+                hint="For example: --set optimizer.learning_rate=1e-4",
             )
         target = merged
         for key in keys[:-1]:
             inner = target.setdefault(key, {})
             if not isinstance(inner, dict):
-                raise ConfigError(f"--set {assignment!r}: {key!r} is a value, not a section.", hint="Shorten the dotted name.")
+                raise ConfigError(
+                    f"--set {assignment!r}: {key!r} is a value, not a section.", hint="Shorten the dotted name."
+                )
             target = inner
         try:
             target[keys[-1]] = yaml.safe_load(raw)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--set {assignment!r} has a value that is not YAML: {error}", hint="Quote the value.") from None
+            raise ConfigError(
+                f"--set {assignment!r} has a value that is not YAML: {error}", hint="Quote the value."
+            ) from None
     return merged
 
 

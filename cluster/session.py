@@ -41,8 +41,16 @@ class Beacon:
     def path(home: Home) -> Path:
         return home.root / "session.json"
 
-    def write(self, home: Home) -> None:
-        write_atomically(self.path(home), json.dumps(asdict(self), indent=2) + "\n")
+    @classmethod
+    @contextmanager
+    def lit(cls, home: Home, *, address: str, gateway_url: str | None, dashboard_url: str | None) -> "Iterator[Beacon]":
+        """The beacon of this process, for as long as the block runs."""
+        beacon = cls(address, gateway_url, dashboard_url, os.getpid())
+        write_atomically(cls.path(home), json.dumps(asdict(beacon), indent=2) + "\n")
+        try:
+            yield beacon
+        finally:
+            cls.path(home).unlink(missing_ok=True)
 
     @classmethod
     def read(cls, home: Home) -> "Beacon | None":

@@ -1,0 +1,74 @@
+"""`flywheel chat`: talk to a served model or adapter, streaming."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from app.cli.connection import Url, gateway_url
+from app.cli.output import AsJson, notes, show
+from cluster.errors import DependencyError, RequestError
+
+EXAMPLES = 'Example: `flywheel chat smollm2-135m-instruct:error-triage@champion "division by zero"`'
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="Model name, or base:adapter, base:adapter@alias, base:adapter/3.")],
+    message: Annotated[str | None, typer.Argument(help="One message; without it, a conversation is read.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a model once, or hold a conversation when no message is given (an empty line ends it)."""
+    import openai  # takes most of a second to import
+
+    client = openai.OpenAI(base_url=f"{gateway_url(url)}/v1", api_key="none", max_retries=0, timeout=300)
+    conversation: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+
+    def ask(text: str) -> str:
+        conversation.append({"role": "user", "content": text})
+        try:
+            stream = client.chat.completions.create(  # type: ignore[call-overload]
+                model=model,
+                messages=conversation,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                stream=True,
+            )
+            pieces = []
+            for event in stream:
+                piece = (event.choices[0].delta.content or "") if event.choices else ""
+                pieces.append(piece)
+                if not as_json:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+        except openai.APIConnectionError:
+            raise DependencyError(
+                f"The gateway at {gateway_url(url)} cannot be reached.",
+                hint="Start it with `flywheel demo --keep` or `flywheel serve RECIPE`, or give --url.",
+            ) from None
+        except openai.APIError as error:
+            raise RequestError(error.message, hint="`flywheel models list` names what is served.") from None
+        if not as_json:
+            sys.stdout.write("\n")
+        conversation.append({"role": "assistant", "content": "".join(pieces)})
+        return "".join(pieces)
+
+    if message is not None:
+        answer = ask(message)
+        show({"model": model, "answer": answer}, _nothing, as_json=as_json)
+        return
+    while True:
+        notes.print("[bold]you:[/bold] ", end="")
+        text = sys.stdin.readline().strip()
+        if not text:
+            return
+        answer = ask(text)
+        show({"model": model, "answer": answer}, _nothing, as_json=as_json)
+
+
+def _nothing(_console: Console) -> None:
+    """The answer was shown while it streamed."""

@@ -1,0 +1,122 @@
+"""`flywheel demo`: turn the wheel once, and show what came of it."""
+
+import signal
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+
+from app import recipe as recipes
+from app.cli.output import AsJson, Assignments, notes, show, table
+from app.display import Display
+from cluster.storage import Home
+
+if TYPE_CHECKING:
+    from app.pipelines.demo import Summary
+
+EXAMPLES = "Examples: `flywheel demo` · `flywheel demo --keep` · `flywheel demo --set steps=20 --json`"
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="Recipe: a path or a shipped name.")] = "error-triage",
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the application up until Ctrl-C.")] = False,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run every stage on real parts: models, data, train, evaluate, register, serve, index, search."""
+    settings = recipes.load(recipe, assignments or ())
+    from app.pipelines import demo  # imports ray, torch and transformers
+
+    def wait(summary: "Summary") -> None:
+        show(_facts(summary), lambda console: _draw(console, summary), as_json=as_json)
+        notes.print(f"\n[bold]The application is up at {summary.url}.[/bold] Press Ctrl-C here to stop it.")
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            notes.print("\nStopping …")
+
+    with Display(notes, demo.STAGES) as display:
+        summary = demo.run(settings, Home.current(), display, kept=wait if keep else None)
+    if not keep:
+        show(_facts(summary), lambda console: _draw(console, summary), as_json=as_json)
+
+
+def _facts(summary: "Summary") -> dict[str, Any]:
+    """The summary as plain values for `--json`."""
+    version, move = summary.registration.version, summary.registration.move
+    return {
+        "seconds": round(summary.seconds, 1),
+        "stages": summary.stages,
+        "run": summary.result.run_id,
+        "train": {
+            "steps": summary.result.steps,
+            "loss_first": summary.result.loss_first,
+            "loss_last": summary.result.loss_last,
+            "tokens_per_s": summary.result.tokens_per_s,
+        },
+        "evaluation": summary.report.model_dump(mode="json"),
+        "version": version.id,
+        "digest": version.digest,
+        "alias": f"{move.name}@{move.alias}" if move else None,
+        "reason": summary.registration.reason,
+        "lineage": list(summary.lineage),
+        "answers": [asdict(answer) | {"same": answer.same} for answer in summary.answers],
+        "index": asdict(summary.indexed),
+        "retrieval": asdict(summary.retrieval),
+        "url": summary.url,
+        "dashboard": summary.dashboard_url,
+    }
+
+
+def _draw(console: Console, summary: "Summary") -> None:
+    report, registration = summary.report, summary.registration
+    console.print()
+    console.print(table("Stages", ["stage", "seconds"], summary.stages.items()))
+    console.print(
+        table(
+            f"Exact match on {report.n} cases from packages never trained on (95 % interval)",
+            ["candidate", "exact match", "low", "high"],
+            [(name, score.value, score.low, score.high) for name, score in report.scores.items()],
+        )
+    )
+    console.print(f"Gate: {'passed' if report.verdict.passed else 'not passed'}. {report.verdict.reason}")
+    moved = (
+        f"{registration.move.name}@{registration.move.alias} → {registration.version.id}" if registration.move else None
+    )
+    console.print(f"Alias: {moved or 'stays where it was, because the adapter did not beat the base'}\n")
+    console.print(
+        table(
+            "The same questions to both, through the OpenAI client",
+            ["model", "question", "expected", "answer", "streamed the same"],
+            [
+                (a.model, _short(a.question), a.expected, _short(a.answer), "yes" if a.same else "NO")
+                for a in summary.answers
+            ],
+        )
+    )
+    retrieval = summary.retrieval
+    console.print(
+        table(
+            f"{retrieval.n} held-out docstrings among {summary.indexed.documents} functions",
+            ["metric", "value", "low", "high"],
+            [(name, s.value, s.low, s.high) for name, s in retrieval.metrics.items()],
+        )
+    )
+    console.print(Panel("\n".join(summary.lineage), title="Lineage", title_align="left", expand=False))
+    console.print("Look around:")
+    for command in (
+        f"flywheel models show {registration.version.id}",
+        f"mlflow ui --backend-store-uri {summary.tracking_uri}",
+        "flywheel demo --keep      # then, in another terminal:",
+        f'flywheel chat {summary.adapter_name} "division by zero"',
+        'flywheel search python-functions "read a file in chunks"',
+        f"Ray dashboard: {summary.dashboard_url}" if summary.dashboard_url else "flywheel status",
+    ):
+        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _short(text: str, width: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"

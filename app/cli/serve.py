@@ -1,0 +1,58 @@
+"""`flywheel serve`: bring a recipe's application up."""
+
+import signal
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+import yaml
+from rich.console import Console
+
+from app import recipe as recipes
+from app.cli.output import AsJson, Assignments, console, notes, show
+from app.display import Display
+from cluster.errors import ConfigError
+from cluster.session import Beacon, connect
+from cluster.storage import Home
+
+EXAMPLES = "Examples: `flywheel serve error-triage` · `flywheel serve error-triage --print-config > serve.yaml`"
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="Recipe: a path or a shipped name.")],
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the config that `serve deploy` takes, and exit.")
+    ] = False,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve until Ctrl-C; on a Ray cluster that runs already, deploy and return."""
+    settings = recipes.load(recipe, assignments or ()).serve
+    if settings is None:
+        raise ConfigError(f"The recipe {recipe!r} has no `serve` section.", hint="Add `serve: {llm: {model: …}}`.")
+    from app.pipelines import serve  # imports ray
+    from deployments.application import deploy_config
+
+    if print_config:
+        console.file.write(yaml.safe_dump(deploy_config(settings), sort_keys=False))
+        return
+    home = Home.current()
+    with Display(notes) as display, connect() as session, ExitStack() as up:
+        with display.stage("serve"):
+            if session.owned:
+                served = up.enter_context(serve.running(settings, home, display))
+            else:
+                served = serve.deploy(settings, home, display)
+        if not session.owned:
+            _tell(served.url, "It stays up; `serve shutdown` ends it.", as_json=as_json)
+            return
+        with Beacon.lit(home, address=session.address, gateway_url=served.url, dashboard_url=session.dashboard_url):
+            _tell(served.url, "Press Ctrl-C to stop it.", as_json=as_json)
+            signal.pause()
+
+
+def _tell(url: str, how_to_stop: str, *, as_json: bool) -> None:
+    def render(to: Console) -> None:
+        to.print(f"Serving at {url}. {how_to_stop}")
+
+    show({"url": url}, render, as_json=as_json)

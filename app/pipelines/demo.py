@@ -1,0 +1,145 @@
+"""`flywheel demo`: one full turn of the wheel, as one readable script.
+
+models → data → train → evaluate → register → serve → index → search, on real parts, in one process tree.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import monotonic
+
+from actors.data.build import build
+from actors.data.examples import PairExample, read
+from actors.data.version import DataVersion
+from actors.evaluation.report import EvaluationReport
+from actors.evaluation.retrieval import RetrievalScores
+from actors.training.controller import TrainingResult
+
+from app.display import Display
+from app.pipelines import stages
+from app.pipelines.ask import Answer, ask
+from app.pipelines.index import Indexed, index
+from app.pipelines.index import ask as ask_collection
+from app.pipelines.serve import running
+from app.pipelines.stages import Ground, Registration
+from app.pipelines.train import ground
+from app.recipe import Recipe
+from cluster.errors import ConfigError
+from cluster.models import served_name
+from cluster.session import Beacon, connect, require_free_port
+from cluster.storage import Home
+
+STAGES = 8
+_QUESTIONS = 4
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the demo did, measured."""
+
+    seconds: float
+    stages: dict[str, float]
+    result: TrainingResult
+    report: EvaluationReport
+    registration: Registration
+    lineage: tuple[str, ...]
+    answers: tuple[Answer, ...]
+    indexed: Indexed
+    retrieval: RetrievalScores
+    url: str
+    dashboard_url: str | None
+    tracking_uri: str
+    base_name: str
+    adapter_name: str
+
+
+def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary], None] | None = None) -> Summary:
+    """Turn the wheel once. `kept`, if given, is called while the application is up; it returns to end it."""
+    serving, indexing = recipe.serve, recipe.index
+    if serving is None or serving.llm is None or serving.embedding is None or indexing is None:
+        raise ConfigError(
+            f"The demo needs serve.llm, serve.embedding and index; {recipe.name!r} lacks one of them.",
+            hint="Start from app/recipes/error-triage.yaml.",
+        )
+    if recipe.registration is None:
+        raise ConfigError(f"The demo needs a `register` section; {recipe.name!r} has none.", hint="Add it.")
+    # Said now, not after five minutes of training.
+    require_free_port(serving.gateway.host, serving.gateway.port)
+    began = monotonic()
+
+    with connect() as session, ground(recipe, home, display) as standing:
+        with display.stage("models"):
+            base, _ = stages.models(standing, recipe.model.base, serving.embedding.model)
+        with display.stage("data"):
+            data = stages.data(standing, base)
+            functions = _functions(standing, indexing.source)
+        with display.stage("train"):
+            result = stages.train(standing, base, data)
+        with display.stage("evaluate"):
+            report = stages.evaluate(standing, base, data, result)
+        with display.stage("register"):
+            registration = stages.register(standing, base, data, result, report)
+
+        base_name = served_name(serving.llm.model)
+        adapter_name = f"{base_name}:{_reference(registration)}"
+        with ExitStack() as up:
+            with display.stage("serve"):
+                served = up.enter_context(running(serving, home, display))
+                answers = ask(
+                    served.url,
+                    (base_name, adapter_name),
+                    data.held_out[:_QUESTIONS],
+                    display,
+                    max_tokens=recipe.evaluate.max_new_tokens,
+                )
+            pairs = pool(functions, home, documents=indexing.documents)
+            with display.stage("index"):
+                indexed = index(served.url, indexing.collection, pairs, display)
+            with display.stage("search"):
+                retrieval = ask_collection(served.url, indexing.collection, pairs[: indexing.queries], display)
+            summary = Summary(
+                seconds=monotonic() - began,
+                stages=display.times(),
+                result=result,
+                report=report,
+                registration=registration,
+                lineage=tuple(standing.registry.lineage(registration.version.id)),
+                answers=tuple(answers),
+                indexed=indexed,
+                retrieval=retrieval,
+                url=served.url,
+                dashboard_url=session.dashboard_url,
+                tracking_uri=standing.tracker.uri,
+                base_name=base_name,
+                adapter_name=adapter_name,
+            )
+            if kept is not None:
+                with Beacon.lit(
+                    home, address=session.address, gateway_url=served.url, dashboard_url=session.dashboard_url
+                ):
+                    kept(summary)
+        return summary
+
+
+def _functions(standing: Ground, source: str) -> DataVersion:
+    version = build(source, standing.recipe.data, standing.home, standing.sink)
+    stages.record_data(standing.registry, version)
+    return version
+
+
+def pool(version: DataVersion, home: Home, *, documents: int) -> list[PairExample]:
+    """Functions of held-out packages: all are indexed, and the docstrings of the first ones ask for them."""
+    pairs = [pair for pair in read(version, "test", home, limit=documents) if isinstance(pair, PairExample)]
+    if not pairs:
+        raise ConfigError(
+            f"{version.id} has no query/positive pairs in its test split.",
+            hint="Point index.source at a pairs dataset.",
+        )
+    return pairs
+
+
+def _reference(registration: Registration) -> str:
+    """By alias if the adapter earned it, else by number: the demo shows what there is."""
+    if registration.move is not None:
+        return f"{registration.move.name}@{registration.move.alias}"
+    return registration.version.id

@@ -1,0 +1,91 @@
+"""`flywheel index` and the demo's retrieval figures: documents in through the gateway, questions after them."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from time import monotonic
+
+import httpx
+from actors.data.examples import PairExample
+from actors.evaluation.retrieval import RetrievalScores, score
+
+from cluster.errors import DependencyError, RequestError
+from cluster.progress import Progress, Sink
+
+_DOCUMENTS_PER_REQUEST = 64
+_CLIENTS = 4
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What an indexing run wrote."""
+
+    collection: str
+    documents: int
+    seconds: float
+
+
+def index(url: str, collection: str, documents: Sequence[PairExample], sink: Sink) -> Indexed:
+    """Write the functions of `documents` into a collection; returns when every one is durable and can be found."""
+    began = monotonic()
+    done = 0
+    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(_CLIENTS) as pool:
+        batches = [
+            [{"id": pair.id, "text": pair.positive, "metadata": {"group": pair.group}} for pair in batch]
+            for batch in _batched(documents, _DOCUMENTS_PER_REQUEST)
+        ]
+        for count in pool.map(lambda batch: _write(client, collection, batch), batches):
+            done += count
+            rate = done / (monotonic() - began)
+            sink(Progress("index", done, len(documents), "documents", rate, "documents/s"))
+    return Indexed(collection, done, monotonic() - began)
+
+
+def ask(
+    url: str,
+    collection: str,
+    queries: Sequence[PairExample],
+    sink: Sink,
+    *,
+    k: int = 10,
+    confidence: float = 0.95,
+) -> RetrievalScores:
+    """Search with each query; the right answer is the function its docstring was taken from."""
+    ranks: list[int | None] = []
+    with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(_CLIENTS) as pool:
+        for rank in pool.map(lambda pair: _rank(client, collection, pair, k), queries):
+            ranks.append(rank)
+            sink(Progress("search", len(ranks), len(queries), "queries"))
+    return score(ranks, confidence=confidence)
+
+
+def _write(client: httpx.Client, collection: str, batch: list[dict[str, object]]) -> int:
+    response = _post(client, f"/v1/collections/{collection}/documents", {"documents": batch})
+    return int(response["count"])
+
+
+def _rank(client: httpx.Client, collection: str, pair: PairExample, k: int) -> int | None:
+    """Place (from 1) of the pair's own document among the first k hits, or None."""
+    hits = _post(client, f"/v1/collections/{collection}/search", {"query": pair.query, "k": k})["data"]
+    return next((place for place, hit in enumerate(hits, 1) if hit["id"] == pair.id), None)
+
+
+def _post(client: httpx.Client, path: str, body: dict[str, object]) -> dict[str, object]:
+    try:
+        response = client.post(path, json=body)
+    except httpx.HTTPError as error:
+        raise DependencyError(
+            f"The gateway at {client.base_url} cannot be reached: {error or type(error).__name__}.",
+            hint="Start it with `flywheel serve RECIPE`, or give its address with --url.",
+        ) from None
+    if response.is_error:
+        raise RequestError(f"{path}: {response.text[:300]}", status=response.status_code)
+    result: dict[str, object] = response.json()
+    return result
+
+
+def _batched(rows: Sequence[PairExample], size: int) -> Iterator[list[PairExample]]:
+    iterator = iter(rows)
+    while batch := list(islice(iterator, size)):
+        yield batch

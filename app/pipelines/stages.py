@@ -1,0 +1,253 @@
+"""The stages of a turn from data to a registered version, each one function, in order.
+
+This is a composition root: it hands parts to parts and decides nothing itself. `Ground` is what every stage
+stands on; each stage returns a frozen result that the next one takes.
+"""
+
+import getpass
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import partial
+
+from actors.data.build import build
+from actors.data.examples import ChatExample, read
+from actors.data.prepare import prepare
+from actors.data.version import DataVersion
+from actors.evaluation.evaluate import evaluate as run_suites
+from actors.evaluation.report import EvaluationReport
+from actors.registry.client import RegistryClient
+from actors.training.controller import TrainingResult, new_run_id
+from actors.training.controller import train as run_training
+
+from actors.registry.state import (
+    AliasMove,
+    CheckpointFact,
+    DataFact,
+    EvaluationFact,
+    RunEnded,
+    RunFact,
+    Version,
+    VersionFact,
+)
+from app.pipelines.provenance import code_commit
+from app.recipe import Recipe
+from cluster.errors import ConfigError, FlywheelError
+from cluster.models import StoredModel, obtain
+from cluster.progress import Progress, Sink
+from cluster.storage import Home
+from cluster.tracking import MlflowTracker
+
+CANDIDATE = "adapter"
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What every stage stands on."""
+
+    recipe: Recipe
+    home: Home
+    registry: RegistryClient
+    tracker: MlflowTracker
+    sink: Sink
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run learns from, and what it is measured on."""
+
+    examples: DataVersion
+    tokens: DataVersion
+    held_out: list[ChatExample]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The version that was made, and the alias move it earned, if it did."""
+
+    version: Version
+    move: AliasMove | None
+    reason: str
+
+
+def models(ground: Ground, *references: str) -> list[StoredModel]:
+    """Bring models into the local store; each is there once, under its digest."""
+    stored = []
+    for number, reference in enumerate(references, 1):
+        ground.sink(Progress("models", number - 1, len(references), "models", note=reference))
+        stored.append(obtain(reference, ground.home))
+        ground.sink(Progress("models", number, len(references), "models", note=reference))
+    return stored
+
+
+def data(ground: Ground, base: StoredModel) -> Data:
+    """Make the data versions that the recipe names: examples as read, and tokens as the trainer eats them."""
+    recipe, home = ground.recipe, ground.home
+    examples = build(recipe.data.train.source, recipe.data, home, ground.sink)
+    record_data(ground.registry, examples)
+    tokens = prepare(examples, recipe.data, base.path, home, ground.sink)
+    record_data(ground.registry, tokens)
+    return Data(examples, tokens, held_out(ground, examples))
+
+
+def held_out(ground: Ground, examples: DataVersion) -> list[ChatExample]:
+    """The examples that the recipe evaluates on."""
+    recipe, home = ground.recipe, ground.home
+    measure = recipe.data.eval or recipe.data.train.model_copy(update={"split": "test"})
+    version = examples
+    if measure.source != recipe.data.train.source:
+        version = build(measure.source, recipe.data, home, ground.sink)
+        record_data(ground.registry, version)
+    cases = read(version, measure.split, home, limit=recipe.evaluate.max_cases or measure.limit)
+    chats = [case for case in cases if isinstance(case, ChatExample)]
+    if not chats:
+        raise ConfigError(
+            f"{version.id} has no chat examples in its {measure.split} split to evaluate on.",
+            hint="Point data.eval at a chat dataset, or lower data.test_fraction's counterpart: give it more rows.",
+        )
+    return chats
+
+
+def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
+    """Train the recipe's adapter; the run is in the registry from its first moment to its end, however it ends."""
+    recipe, registry = ground.recipe, ground.registry
+    run_id = new_run_id(recipe.name)
+    settings = recipe.model_dump(mode="json", by_alias=True)
+    tracking_run = ground.tracker.begin_run(recipe.name, run_id, params=_flat(settings))
+    registry.begin_run(
+        RunFact(
+            id=run_id,
+            name=recipe.name,
+            base=base.name,
+            base_digest=base.digest,
+            data_version=data.tokens.id,
+            recipe=settings,
+            recipe_digest=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
+            code_commit=code_commit(),
+            tracking_run=tracking_run,
+        )
+    )
+    try:
+        result = run_training(
+            recipe,
+            name=recipe.name,
+            run_id=run_id,
+            base=base,
+            data=data.tokens,
+            home=ground.home,
+            tracking_uri=ground.tracker.uri,
+            tracking_run_id=tracking_run,
+            sink=ground.sink,
+            on_checkpoint=partial(_record_checkpoint, registry, run_id),
+        )
+    except KeyboardInterrupt:
+        _end(
+            ground,
+            run_id,
+            tracking_run,
+            RunEnded(run_id=run_id, status="stopped", verdict="stopped by its user"),
+        )
+        raise
+    except FlywheelError as error:
+        _end(ground, run_id, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=error.message))
+        raise
+    except BaseException as error:
+        verdict = f"{type(error).__name__}: {error}"
+        _end(ground, run_id, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=verdict))
+        raise
+    verdict = f"{result.steps} steps, loss {result.loss_first:.3f} → {result.loss_last:.3f}"
+    _end(ground, run_id, tracking_run, RunEnded(run_id=run_id, status="completed", verdict=verdict))
+    return result
+
+
+def evaluate(ground: Ground, base: StoredModel, data: Data, result: TrainingResult) -> EvaluationReport:
+    """Measure base and adapter on the held-out examples, in one engine, and ask the gate."""
+    report = run_suites(
+        ground.recipe.evaluate,
+        base=base,
+        adapters={CANDIDATE: result.adapter},
+        examples=data.held_out,
+        home=ground.home,
+        sink=ground.sink,
+    )
+    ground.registry.evaluation(
+        EvaluationFact(
+            id=report.id,
+            run_id=result.run_id,
+            checkpoint_id=result.checkpoint_id,
+            data_version=data.examples.id,
+            report=report.model_dump(mode="json"),
+            passed=report.verdict.passed,
+        )
+    )
+    return report
+
+
+def register(
+    ground: Ground, base: StoredModel, data: Data, result: TrainingResult, report: EvaluationReport
+) -> Registration:
+    """Make the adapter a version, and move the recipe's alias to it only if the gate was passed."""
+    wanted = ground.recipe.registration
+    if wanted is None:
+        raise ConfigError("This recipe has no `register` section.", hint="Add `register: {name: …}`.")
+    version = ground.registry.register(
+        VersionFact(
+            name=wanted.name,
+            kind="adapter",
+            source_path=result.adapter,
+            base=base.name,
+            base_digest=base.digest,
+            tokenizer_digest=base.tokenizer_digest,
+            run_id=result.run_id,
+            checkpoint_id=result.checkpoint_id,
+            data_version=data.tokens.id,
+            evaluation_id=report.id,
+            code_commit=code_commit(),
+            metrics={f"{name}_exact_match": score.value for name, score in report.scores.items()},
+        )
+    )
+    if wanted.on_pass is None:
+        return Registration(version, None, "the recipe moves no alias")
+    if not report.verdict.passed:
+        return Registration(version, None, report.verdict.reason)
+    move = ground.registry.promote(
+        wanted.name, wanted.on_pass, version.number, by=getpass.getuser(), why=report.verdict.reason
+    )
+    return Registration(version, move, report.verdict.reason)
+
+
+def record_data(registry: RegistryClient, version: DataVersion) -> None:
+    """Tell the registry of a data version; telling it twice is harmless."""
+    registry.data(
+        DataFact(
+            id=version.id,
+            name=version.name,
+            digest=version.digest,
+            stage=version.stage,
+            parent=version.parent,
+            rows={name: split.rows for name, split in version.splits.items()},
+        )
+    )
+
+
+def _record_checkpoint(
+    registry: RegistryClient, run_id: str, checkpoint_id: str, step: int, path: str, metrics: dict[str, float]
+) -> None:
+    registry.checkpoint(CheckpointFact(id=checkpoint_id, run_id=run_id, step=step, path=path, metrics=metrics))
+
+
+def _end(ground: Ground, run_id: str, tracking_run: str, ended: RunEnded) -> None:
+    ground.registry.end_run(ended)
+    ground.tracker.end_run(tracking_run, ended.status)
+
+
+def _flat(settings: dict[str, object], prefix: str = "") -> dict[str, str]:
+    """Nested settings as MLflow parameters: `optimizer.learning_rate` → `0.001`."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = str(value)
+    return flat

@@ -1,0 +1,56 @@
+"""`flywheel train`: data → train → evaluate → register, as the recipe says."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from actors.evaluation.report import EvaluationReport
+from actors.registry.client import RegistryClient
+from actors.training.controller import TrainingResult
+
+from app.display import Display
+from app.pipelines import stages
+from app.pipelines.stages import Data, Ground, Registration
+from app.recipe import Recipe
+from cluster.models import StoredModel
+from cluster.session import connect
+from cluster.storage import Home
+from cluster.tracking import MlflowTracker, prepare_tracking
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn made. `report` and `registration` are None where the recipe or a flag left them out."""
+
+    base: StoredModel
+    data: Data
+    result: TrainingResult
+    report: EvaluationReport | None
+    registration: Registration | None
+
+
+@contextmanager
+def ground(recipe: Recipe, home: Home, display: Display) -> Iterator[Ground]:
+    """The registry and the tracker of this home, on the Ray session that is connected."""
+    tracker = MlflowTracker(prepare_tracking(home))
+    yield Ground(recipe, home, RegistryClient.start(home), tracker, display)
+
+
+def run(recipe: Recipe, home: Home, display: Display, *, evaluate: bool = True) -> Turn:
+    """Execute a recipe to its registered version. Needs or starts Ray."""
+    with connect(), ground(recipe, home, display) as standing:
+        with display.stage("models"):
+            (base,) = stages.models(standing, recipe.model.base)
+        with display.stage("data"):
+            data = stages.data(standing, base)
+        with display.stage("train"):
+            result = stages.train(standing, base, data)
+        if not evaluate:
+            return Turn(base, data, result, None, None)
+        with display.stage("evaluate"):
+            report = stages.evaluate(standing, base, data, result)
+        if recipe.registration is None:
+            return Turn(base, data, result, report, None)
+        with display.stage("register"):
+            registration = stages.register(standing, base, data, result, report)
+        return Turn(base, data, result, report, registration)
