@@ -27,14 +27,13 @@ def build(
     config, name = _settings(source, assignments or [])
     from actors.data.build import build as make  # imports ray
 
+    from app.pipelines.registry import writer
     from app.pipelines.stages import record_data
-    from app.pipelines.train import registry_of
-    from cluster.session import connect
 
     home = Home.current()
-    with Display(notes) as display, connect(), display.stage("data"):
+    with Display(notes) as display, writer(home) as registry, display.stage("data"):
         version = make(name, config, home, display)
-        record_data(registry_of(home), version)
+        record_data(registry, version)
     _show_version(version, as_json=as_json)
 
 

@@ -1,0 +1,35 @@
+"""`flywheel plan`: does a recipe fit this machine, and which knob to turn if not."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from app import recipe as recipes
+from app.cli.output import AsJson, Assignments, show, table
+from app.pipelines.plan import plan
+from cluster.storage import Home
+
+EXAMPLES = "Examples: `flywheel plan error-triage` · `flywheel plan my.yaml --set data.max_length=1024`"
+_SIGNS = {"ok": "[green]✓[/green]", "warn": "[yellow]![/yellow]", "red": "[red]✗[/red]"}
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="Recipe: a path or a shipped name.")],
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check batch, memory, data, upload size and disk without starting anything; exit 1 if it does not fit."""
+    lines = plan(recipes.load(recipe, assignments or ()), Home.current(), Path.cwd())
+    fits = all(line.status != "red" for line in lines)
+
+    def render(console: Console) -> None:
+        rows = [(_SIGNS[line.status], line.name, line.found, line.advice) for line in lines]
+        console.print(table(f"flywheel plan {recipe}", ["", "check", "found", "what to do"], rows))
+        console.print("Fits." if fits else "Does not fit.")
+
+    show({"fits": fits, "lines": [asdict(line) for line in lines]}, render, as_json=as_json)
+    if not fits:
+        raise typer.Exit(1)

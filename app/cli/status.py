@@ -1,0 +1,58 @@
+"""`flywheel status`: what runs here, what is served, what has been made."""
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from app.cli.output import AsJson, show, table
+from cluster.storage import Home
+
+if TYPE_CHECKING:
+    from app.pipelines.status import Status
+
+EXAMPLES = "Example: `flywheel status --json`"
+
+
+def run(as_json: AsJson = False) -> None:
+    """Ray, the application, the latest runs and the registered models of this FLYWHEEL_HOME."""
+    from app.pipelines.status import status  # imports ray
+
+    found = status(Home.current())
+    show(_facts(found), lambda console: _draw(console, found), as_json=as_json)
+
+
+def _facts(found: "Status") -> dict[str, Any]:
+    return {
+        "home": found.home,
+        "cluster": found.cluster,
+        "applications": found.applications,
+        "gateway": found.gateway,
+        "runs": [view.model_dump(mode="json") for view in found.runs],
+        "models": [view.model_dump(mode="json") for view in found.models],
+    }
+
+
+def _draw(console: Console, found: "Status") -> None:
+    if found.cluster is None:
+        console.print("Ray: none runs for this FLYWHEEL_HOME (flywheel demo --keep, or set RAY_ADDRESS)")
+    else:
+        cpus = found.cluster["resources"].get("CPU", 0)
+        free = found.cluster["available"].get("CPU", 0)
+        console.print(
+            f"Ray: {found.cluster['address']}, {found.cluster['nodes']} nodes, {free:g} of {cpus:g} CPUs free"
+        )
+    for name, state in found.applications.items():
+        console.print(f"Application {name}: {state}")
+    if found.gateway is not None:
+        console.print(f"Gateway: {found.gateway['url']}, HTTP {found.gateway['status'] or 'no answer'}")
+    rows = [
+        (view.run.id, view.status, max((c.step for c in view.checkpoints), default=None), view.verdict)
+        for view in found.runs
+    ]
+    console.print(table("Latest runs", ["run", "status", "last checkpoint", "verdict"], rows))
+    aliases = [
+        (f"{model.name}@{alias}", f"{model.name}/{number}", model.base)
+        for model in found.models
+        for alias, number in sorted(model.aliases.items())
+    ]
+    console.print(table("Aliases", ["alias", "version", "base"], aliases))
