@@ -1,0 +1,288 @@
+"""How the rest of Flywheel talks to the registry: `RegistryClient` from blocking code, `RegistryHandle` from async.
+
+Both find the actor by its name and ride over its death: a call that was lost is made again, which the registry's
+commands allow, and gives up with `DependencyError` when the registry has been away for `patience_s`.
+Both can be pickled into Ray tasks. This module knows Ray; it must not know how the registry works inside.
+"""
+
+import asyncio
+import getpass
+import os
+import socket
+import time
+import uuid
+from datetime import datetime
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from actors.registry import drivers
+from actors.registry.actor import Registry, open_mlflow
+from actors.registry.config import ACTOR_NAME, NAMESPACE
+from actors.registry.lineage import Link
+from actors.registry.snapshot import Snapshot
+from actors.registry.state import (
+    AliasMove,
+    CheckpointFact,
+    DataFact,
+    EvaluationFact,
+    Promote,
+    Rollback,
+    RunEnded,
+    RunFact,
+    Version,
+    VersionFact,
+)
+from actors.registry.views import HistoryEntry, ModelView, RegistryStatus, RunView, VersionView
+from cluster.database import sqlite_uri
+from cluster.errors import DependencyError, FlywheelError, StateError
+from cluster.storage import Home
+
+PATIENCE_S: Final = 60.0
+_PAUSE_S: Final = 0.2
+_LONG_COPY_S: Final = 1800.0
+
+_Answer = TypeVar("_Answer")
+
+
+class RegistryClient:
+    """The registry from blocking code. Errors are those of `actor.Registry`."""
+
+    def __init__(self, *, by: str | None = None, patience_s: float = PATIENCE_S) -> None:
+        """`by`: who is kept as the author of facts (default: user@machine)."""
+        self._by = by or _caller()
+        self._patience_s = patience_s
+
+    @classmethod
+    def start(
+        cls, home: Home, *, database: str | None = None, tracking: str | None = None, by: str | None = None
+    ) -> "RegistryClient":
+        """The cluster's registry, started if there is none yet. It outlives this driver, not the cluster.
+
+        `database` is a SQLAlchemy URI (default: SQLite in `home`), `tracking` an MLflow URI (default: MLflow's
+        tables in `home`). `StateError` if the running one belongs to another home.
+        """
+        options = ray.remote(Registry).options(
+            name=ACTOR_NAME,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            # A call that was on its way when the actor died is made again by Ray; all of them allow that.
+            max_task_retries=-1,
+        )
+        options.remote(
+            home, database or sqlite_uri(home.registry_database), open_tracker=partial(open_mlflow, home, tracking)
+        )
+        client = cls(by=by)
+        running = client._call(Home, "home")
+        if running != home:
+            raise StateError(
+                f"This cluster's registry belongs to {running.root}, not to {home.root}.",
+                hint=f"Set FLYWHEEL_HOME={running.root}, or use another cluster.",
+            )
+        return client
+
+    @classmethod
+    def connect(cls, *, by: str | None = None) -> "RegistryClient":
+        """The registry that runs; `DependencyError` at once if there is none."""
+        _actor()
+        return cls(by=by)
+
+    def data(self, fact: DataFact) -> DataFact:
+        """Record a data version."""
+        return self._call(DataFact, "data", fact, self._by)
+
+    def begin_run(self, fact: RunFact) -> RunFact:
+        """Record that a run began; this process's Ray job is its driver unless `fact` names one."""
+        if fact.driver is None:
+            fact = fact.model_copy(update={"driver": drivers.current()})
+        return self._call(RunFact, "begin_run", fact, self._by)
+
+    def checkpoint(self, fact: CheckpointFact) -> CheckpointFact:
+        """Record a committed checkpoint."""
+        return self._call(CheckpointFact, "checkpoint", fact, self._by)
+
+    def end_run(self, fact: RunEnded) -> RunEnded:
+        """Record how a run ended."""
+        return self._call(RunEnded, "end_run", fact, self._by)
+
+    def evaluation(self, fact: EvaluationFact) -> EvaluationFact:
+        """Record an evaluation."""
+        return self._call(EvaluationFact, "evaluation", fact, self._by)
+
+    def register(self, fact: VersionFact) -> Version:
+        """Copy the folder `fact.source_path` into the version store and make it a version."""
+        return self._call(Version, "register", fact, self._by, timeout_s=_LONG_COPY_S)
+
+    def promote(
+        self, name: str, alias: str, version: int, *, by: str | None = None, why: str, expected: int | None = None
+    ) -> AliasMove:
+        """Move an alias. `expected`: the version it must stand at now (0: it must not exist yet)."""
+        command = Promote(name, alias, version, by or self._by, why, _command_id(), expected)
+        return self._call(AliasMove, "promote", command)
+
+    def rollback(self, name: str, alias: str, *, by: str | None = None, why: str) -> AliasMove:
+        """Move an alias back to where it stood before its last promotion."""
+        return self._call(AliasMove, "rollback", Rollback(name, alias, by or self._by, why, _command_id()))
+
+    def snapshot(self) -> Snapshot:
+        """All versions and aliases as servers need them."""
+        return self._call(Snapshot, "snapshot")
+
+    def wait_snapshot(self, after: int, timeout_s: float) -> Snapshot:
+        """The first snapshot whose number is not `after`, or the present one after `timeout_s`."""
+        return self._call(Snapshot, "wait_snapshot", after, timeout_s, timeout_s=timeout_s + self._patience_s)
+
+    def show(self, reference: str) -> VersionView:
+        """All about the version that `name`, `name@alias` or `name/3` means."""
+        return self._call(VersionView, "version", reference)
+
+    def run(self, run_id: str) -> RunView:
+        """One run and how it stands."""
+        return self._call(RunView, "run", run_id)
+
+    def runs(self) -> tuple[RunView, ...]:
+        """Every run, the newest first."""
+        return self._call(tuple, "runs")
+
+    def history(self, name: str) -> tuple[HistoryEntry, ...]:
+        """Everything that happened to a name, oldest first."""
+        return self._call(tuple, "history", name)
+
+    def aliases_at(self, name: str, moment: datetime) -> dict[str, int]:
+        """Where the aliases of a name stood at `moment` (with time zone)."""
+        return self._call(dict, "aliases_at", name, moment)
+
+    def lineage(self, reference: str) -> tuple[Link, ...]:
+        """Everything that an id (or a model reference) was made from and everything made from it, in order."""
+        return self._call(tuple, "lineage", reference)
+
+    def list(self) -> tuple[ModelView, ...]:
+        """Every registered name with its versions and aliases."""
+        return self._call(tuple, "models")
+
+    def status(self) -> RegistryStatus:
+        """How the registry itself stands."""
+        return self._call(RegistryStatus, "status")
+
+    def pid(self) -> int:
+        """The process of the actor, on its node."""
+        return self._call(int, "pid")
+
+    def wait_mirrored(self, timeout_s: float) -> bool:
+        """Whether MLflow shows everything, as soon as it does or after `timeout_s`."""
+        return self._call(bool, "wait_mirrored", timeout_s, timeout_s=timeout_s + self._patience_s)
+
+    def _call(self, kind: type[_Answer], method: str, *arguments: Any, timeout_s: float | None = None) -> _Answer:
+        deadline = time.monotonic() + (timeout_s or self._patience_s)
+        while True:
+            try:
+                reference = getattr(_actor(), method).remote(*arguments)
+                answer = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+            except RayTaskError as error:
+                raise _cause(error) from None
+            except (RayActorError, GetTimeoutError, DependencyError) as error:
+                _raise_if_stillborn(error)
+                if time.monotonic() + _PAUSE_S >= deadline:
+                    raise _away(error) from None
+                time.sleep(_PAUSE_S)
+            else:
+                assert isinstance(answer, kind)
+                return answer
+
+
+class RegistryHandle:
+    """What a server needs of the registry, from async code: it never blocks the event loop."""
+
+    def __init__(self, *, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+
+    async def snapshot(self) -> Snapshot:
+        """All versions and aliases."""
+        return await self._call(Snapshot, "snapshot")
+
+    async def wait_snapshot(self, after: int, timeout_s: float) -> Snapshot:
+        """The first snapshot whose number is not `after`, or the present one after `timeout_s`.
+
+        `DependencyError` if the registry is away; a server then goes on with the snapshot it has and asks again.
+        """
+        return await self._call(Snapshot, "wait_snapshot", after, timeout_s, timeout_s=timeout_s + self._patience_s)
+
+    async def show(self, reference: str) -> VersionView:
+        """All about the version that `name`, `name@alias` or `name/3` means."""
+        return await self._call(VersionView, "version", reference)
+
+    async def status(self) -> RegistryStatus:
+        """How the registry itself stands."""
+        return await self._call(RegistryStatus, "status")
+
+    async def _call(self, kind: type[_Answer], method: str, *arguments: Any, timeout_s: float | None = None) -> _Answer:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + (timeout_s or self._patience_s)
+        while True:
+            try:
+                # Looking an actor up by name asks the GCS and blocks for as long as that takes.
+                actor = await asyncio.to_thread(_actor)
+                async with asyncio.timeout_at(deadline):
+                    answer = await getattr(actor, method).remote(*arguments)
+            except RayTaskError as error:
+                raise _cause(error) from None
+            except (RayActorError, TimeoutError, DependencyError) as error:
+                _raise_if_stillborn(error)
+                if clock() + _PAUSE_S >= deadline:
+                    raise _away(error) from None
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                assert isinstance(answer, kind)
+                return answer
+
+
+def _actor() -> Any:
+    try:
+        return ray.get_actor(ACTOR_NAME, namespace=NAMESPACE)
+    except ValueError:
+        raise DependencyError(
+            "No registry runs in this Ray cluster.", hint="Start one: `flywheel models list` or any pipeline does."
+        ) from None
+
+
+def _cause(error: RayTaskError) -> BaseException:
+    """What the actor raised, without Ray's wrapping of its traceback."""
+    cause = error.cause
+    return cause if isinstance(cause, FlywheelError) else error
+
+
+def _raise_if_stillborn(error: BaseException) -> None:
+    """Waiting does not help an actor whose constructor failed: Ray does not try that again."""
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        raise DependencyError(
+            f"The registry cannot start: {str(error).strip().splitlines()[-1]}",
+            hint="Mend what it names, then start it again.",
+            retryable=False,
+        ) from None
+
+
+def _away(error: BaseException) -> DependencyError:
+    if isinstance(error, DependencyError):
+        return error
+    return DependencyError(
+        f"The registry does not answer: {(str(error).splitlines() or [type(error).__name__])[0]}",
+        hint="Look at `ray list actors` and the log of the actor; its database may be unreachable.",
+    )
+
+
+def _caller() -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        # A container may run as a user that has no name.
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def _command_id() -> str:
+    return uuid.uuid4().hex
