@@ -1,0 +1,95 @@
+"""The Serve application: gateway → language model, embedder, collections. It only composes.
+
+`build` is what `serve deploy` imports (`deployments.application:build`) and what `run` starts; `deploy_config`
+is the YAML for the former. Which model, which port, how many replicas: `ServeConfig` says.
+"""
+
+import logging
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+
+from cluster import environment
+from cluster.errors import ConfigError, DependencyError
+from deployments.config import ServeConfig
+from deployments.embedding.server import build as build_embedding
+from deployments.gateway.deployment import Gateway
+from deployments.llm.build import build as build_llm
+from deployments.search.server import build as build_search
+
+IMPORT_PATH = "deployments.application:build"
+GATEWAY_REQUESTS = 1000
+"""Requests that one gateway replica has in hand; it waits much and computes little."""
+SHUTDOWN_WAIT_S = 60
+
+logger = logging.getLogger(__name__)
+
+
+def build(config: ServeConfig) -> Application:
+    """The whole application. Needs a connection to Ray, to see whether the cluster has GPUs; starts nothing."""
+    if config.llm is None and config.embedding is None:
+        raise ConfigError("serve names neither an llm nor an embedding model.", hint="Give serve.llm.model.")
+    gpu = ray.cluster_resources().get("GPU", 0) > 0
+    llm = build_llm(config.llm, gpu=gpu) if config.llm else None
+    embedding = build_embedding(config.embedding) if config.embedding else None
+    search = build_search(config.search, embedding) if embedding else None
+    gateway = serve.deployment(serve.ingress()(Gateway)).options(
+        name="gateway",
+        max_ongoing_requests=GATEWAY_REQUESTS,
+        graceful_shutdown_timeout_s=SHUTDOWN_WAIT_S,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment.for_workers()}},
+    )
+    return gateway.bind(config, llm, embedding, search)
+
+
+def run(config: ServeConfig) -> str:
+    """Start the application on the connected Ray and wait until it answers; returns the gateway's URL.
+
+    Raises `DependencyError` with the reason if a part cannot start, for example if the parity check fails.
+    """
+    serve.start(proxy_location="HeadOnly", http_options=_http(config))
+    try:
+        serve.run(build(config), name=config.name, route_prefix="/")
+    except (RuntimeError, RayServeException) as error:
+        raise DependencyError(
+            f"The application {config.name!r} did not start: {error}",
+            hint="The replica's own words are in Ray's log folder, under serve/.",
+            retryable=False,
+        ) from None
+    return url(config)
+
+
+def stop() -> None:
+    """Stop every Serve application of the connected Ray, and its HTTP proxy."""
+    serve.shutdown()
+
+
+def url(config: ServeConfig) -> str:
+    """Where clients find the gateway; the OpenAI SDK's `base_url` is this with `/v1`."""
+    host = "127.0.0.1" if config.gateway.host in ("0.0.0.0", "::") else config.gateway.host
+    return f"http://{host}:{config.gateway.port}"
+
+
+def deploy_config(config: ServeConfig) -> dict[str, Any]:
+    """What `serve deploy` takes, as plain data for YAML."""
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": _http(config),
+        "applications": [
+            {
+                "name": config.name,
+                "route_prefix": "/",
+                "import_path": IMPORT_PATH,
+                "args": config.model_dump(mode="json", exclude_none=True),
+                "runtime_env": {"env_vars": environment.for_workers()},
+            }
+        ],
+    }
+
+
+def _http(config: ServeConfig) -> dict[str, Any]:
+    # No timeout of the proxy's own: it would cut a long stream without a word. The gateway has one, with words.
+    return {"host": config.gateway.host, "port": config.gateway.port}

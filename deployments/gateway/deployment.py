@@ -1,0 +1,51 @@
+"""The gateway as a Serve deployment: builds the ports from handles, and the app from the ports. No routes here."""
+
+import time
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from actors.registry.client import RegistryHandle
+from cluster.models import served_name
+from deployments.config import ServeConfig
+from deployments.gateway.app import Parts, create_app
+from deployments.gateway.handles import CollectionsHandle, EmbedderHandle, EngineHandle
+from deployments.gateway.metrics import GatewayMetrics
+from deployments.gateway.models import Served
+from deployments.gateway.snapshot import SnapshotFeed
+
+FIRST_SNAPSHOT_WAIT_S = 5.0
+REGISTRY_PATIENCE_S = 2.0
+"""Short: the feed asks again by itself, and health should soon say that the registry is away."""
+
+
+class Gateway:
+    """One gateway replica. It comes up without a registry, and without a version in it."""
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits an async constructor
+        self,
+        config: ServeConfig,
+        llm: DeploymentHandle | None,
+        embedding: DeploymentHandle | None,
+        search: DeploymentHandle | None,
+    ) -> None:
+        self._config = config.gateway
+        feed = SnapshotFeed(RegistryHandle(patience_s=REGISTRY_PATIENCE_S), poll_s=config.gateway.snapshot_poll_s)
+        self._parts = Parts(
+            served=Served(
+                llm=served_name(config.llm.model) if config.llm else None,
+                embedder=served_name(config.embedding.model) if config.embedding else None,
+                max_model_len=config.llm.max_model_len if config.llm else None,
+                started=int(time.time()),
+            ),
+            feed=feed,
+            metrics=GatewayMetrics(),
+            engine=EngineHandle(llm) if llm else None,
+            embedder=EmbedderHandle(embedding) if embedding else None,
+            collections=CollectionsHandle(search) if search else None,
+        )
+        await feed.start(wait_s=FIRST_SNAPSHOT_WAIT_S)
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        """Ray's hook for an ingress whose app needs the replica's handles."""
+        return create_app(self._parts, self._config)

@@ -1,0 +1,82 @@
+"""From an exception to what a client sees. The HTTP status is decided here, in `problem`, and nowhere else.
+
+Everything has OpenAI's shape, so that the official SDKs raise their typed errors:
+`{"error": {"message", "type", "param", "code"}}`.
+"""
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from cluster.errors import CapacityError, DependencyError, FlywheelError, RequestError
+
+DEPENDENCY_RETRY_AFTER_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One error response."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body, also the payload of an error event inside a stream."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The HTTP response."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def problem(error: BaseException) -> Problem:
+    """The one place where an exception becomes a status."""
+    match error:
+        case RequestError():
+            return Problem(error.status, _said(error), _type(error.status), error.param, error.code)
+        case CapacityError():
+            return _busy(error, "overloaded", error.retry_after_s)
+        case DependencyError():
+            return _busy(error, "dependency_unavailable", DEPENDENCY_RETRY_AFTER_S if error.retryable else None)
+        case FlywheelError():
+            return Problem(error.status, _said(error), _type(error.status))
+        case HTTPException(status_code=404):
+            return Problem(404, "There is no such route.", _type(404), code="unknown_url")
+        case HTTPException(status_code=405):
+            headers = dict(error.headers or {})
+            message = f"This route takes {headers.get('Allow', 'other methods')}."
+            return Problem(405, message, _type(405), code="method_not_allowed", headers=headers)
+        case HTTPException():
+            return Problem(error.status_code, str(error.detail), _type(error.status_code))
+        case asyncio.TimeoutError():
+            return Problem(504, "The request took longer than the gateway waits.", _type(504), code="timeout")
+        case _:
+            # The text of an unforeseen error may hold paths or data: it goes to the log, not to the client.
+            logger.error("A request failed unforeseen.", exc_info=error)
+            return Problem(500, "The server failed to handle this request.", _type(500), code="internal_error")
+
+
+def _busy(error: FlywheelError, code: str, retry_after_s: float | None) -> Problem:
+    headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))} if retry_after_s is not None else {}
+    return Problem(error.status, _said(error), _type(error.status), code=code, headers=headers)
+
+
+def _said(error: FlywheelError) -> str:
+    return f"{error.message} {error.hint}" if error.hint else error.message
+
+
+def _type(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return "rate_limit_error" if status == 429 else "invalid_request_error"

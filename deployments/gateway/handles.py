@@ -1,0 +1,94 @@
+"""The gateway's ports over Ray Serve handles. Ray's errors stop here and become `cluster.errors`.
+
+It knows which deployment method answers which port; it decides no status and no name.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from cluster.errors import CapacityError, DependencyError, FlywheelError
+from deployments.gateway.ports import Vectors
+from deployments.llm.protocol import Adapter, Answer, Generation
+
+_HANDLES_KEPT = 256
+RESTART_RETRY_AFTER_S = 30.0
+
+
+class EngineHandle:
+    """`ports.Engine` over the LLM deployment."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._base = handle.options(stream=True)
+        self._plain = handle
+        # A configured handle has its own router and long poll to the controller: made once per adapter.
+        self._for_adapter: OrderedDict[str, DeploymentHandle] = OrderedDict()
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
+        answers = self._handle(generation.adapter).generate.remote(generation)
+        try:
+            async for answer in answers:
+                yield answer
+        except (RayError, RayServeException) as error:
+            raise translated(error, "the language model") from None
+        finally:
+            # Also when the client has hung up: the engine must not go on for nobody.
+            answers.cancel()
+
+    async def describe(self) -> dict[str, Any]:
+        return dict(await _call(self._plain.describe, part="the language model"))
+
+    def _handle(self, adapter: Adapter | None) -> DeploymentHandle:
+        if adapter is None:
+            # No multiplexed id: base requests go to any replica, not to the one that has "the base" loaded.
+            return self._base
+        name = adapter.engine_name
+        if name not in self._for_adapter:
+            self._for_adapter[name] = self._base.options(multiplexed_model_id=name)
+            if len(self._for_adapter) > _HANDLES_KEPT:
+                self._for_adapter.popitem(last=False)
+        self._for_adapter.move_to_end(name)
+        return self._for_adapter[name]
+
+
+class EmbedderHandle:
+    """`ports.Embedder` over the embedding deployment."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def embed(self, texts: list[str] | list[list[int]]) -> Vectors:
+        made: Vectors = await _call(self._handle.embed, texts, part="the embedder")
+        return made
+
+    async def describe(self) -> dict[str, Any]:
+        return dict(await _call(self._handle.describe, part="the embedder"))
+
+
+async def _call(method: Any, *arguments: Any, part: str) -> Any:
+    response = method.remote(*arguments)
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+    except (RayError, RayServeException) as error:
+        raise translated(error, part) from None
+
+
+def translated(error: BaseException, part: str) -> BaseException:
+    """Ray's error as ours. An error that a deployment raised comes back as it was raised."""
+    if isinstance(error, RayTaskError):
+        # Ray hands over a class made of RayTaskError and the original; the original is plainer.
+        cause = error.cause
+        return cause if isinstance(cause, FlywheelError) else error
+    if isinstance(error, BackPressureError):
+        return CapacityError(f"Too many requests wait for {part}.", retry_after_s=1.0)
+    if isinstance(error, RayActorError | DeploymentUnavailableError):
+        return CapacityError(f"A replica of {part} died. It is being replaced.", retry_after_s=RESTART_RETRY_AFTER_S)
+    return DependencyError(f"Ray could not reach {part}: {type(error).__name__}.")

@@ -1,0 +1,71 @@
+"""What the gateway needs from the rest, as protocols. It knows no Ray: `handles.py` fills them with Serve handles.
+
+Every method raises `cluster.errors` only.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.registry.snapshot import Snapshot
+from deployments.llm.protocol import Answer, Generation
+
+
+class Engine(Protocol):
+    """Generations of one base model and of adapters on it."""
+
+    def generate(self, generation: Generation) -> AsyncIterator[Answer]:
+        """One whole response, or batches of server-sent events. Closing the iterator stops the generation."""
+        ...
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts for health."""
+        ...
+
+
+class Vectors(Protocol):
+    """The result of one embedding call."""
+
+    @property
+    def vectors(self) -> NDArray[np.float32]:
+        """[N, D], in the order of the inputs."""
+        ...
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Tokens of each input."""
+        ...
+
+
+class Embedder(Protocol):
+    """One embedding model."""
+
+    async def embed(self, texts: list[str] | list[list[int]]) -> Vectors:
+        """Vectors of texts, or of texts that are token ids already."""
+        ...
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts for health; `dimensions` is D."""
+        ...
+
+
+class Collections(Protocol):
+    """Documents in, search out."""
+
+    async def write(self, collection: str, documents: list[dict[str, Any]]) -> int:
+        """Upsert `{"id", "text", "metadata"}` documents by id; returns how many are durable, once they are."""
+        ...
+
+    async def search(self, collection: str, query: str, k: int) -> list[dict[str, Any]]:
+        """The `k` nearest documents as `{"id", "score", "text", "metadata"}`, best first."""
+        ...
+
+
+class SnapshotSource(Protocol):
+    """The registry, as far as a server needs it."""
+
+    async def wait_snapshot(self, after: int, timeout_s: float) -> Snapshot:
+        """The snapshot as soon as its number is more than `after`, else the current one when the time is over."""
+        ...

@@ -1,0 +1,165 @@
+"""The JSON bodies that clients send and get, as far as the gateway reads them.
+
+Of a generation it reads the model and how to stream; everything else is the engine's to validate, so that a
+parameter which vLLM learns tomorrow passes today. Types are strict: `"stream": "yes"` is an error, not true.
+"""
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator
+
+from cluster.errors import RequestError
+from deployments.llm.failures import from_validation
+
+MAX_INPUTS = 2048
+"""Inputs of one embeddings request, as OpenAI bounds it."""
+
+Body = TypeVar("Body", bound=BaseModel)
+Text = Annotated[StrictStr, Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
+
+
+class StreamOptions(BaseModel):
+    """How to stream. Further keys go to the engine."""
+
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: StrictBool | None = None
+
+
+class GenerationBody(BaseModel):
+    """What chat and text completions have in common."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: Text
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def for_engine(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The client's body, with usage always asked for in streams: the gateway counts tokens by it."""
+        if not self.stream:
+            return raw
+        return {**raw, "stream_options": {**(raw.get("stream_options") or {}), "include_usage": True}}
+
+
+class ChatBody(GenerationBody):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
+class CompletionBody(GenerationBody):
+    """`/v1/completions`."""
+
+    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+
+
+class EmbeddingsBody(BaseModel):
+    """`/v1/embeddings`."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: Text
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
+
+    @field_validator("input")
+    @classmethod
+    def _one_kind(cls, value: Any) -> Any:
+        inputs = value if isinstance(value, list) and not _is_token_ids(value) else [value]
+        if not inputs:
+            raise ValueError("give at least one text")
+        if len(inputs) > MAX_INPUTS:
+            raise ValueError(f"at most {MAX_INPUTS} inputs in one request, got {len(inputs)}")
+        if all(isinstance(one, str) for one in inputs):
+            if empty := [index for index, one in enumerate(inputs) if not one]:
+                raise ValueError(f"input {empty[0]} is an empty string")
+            return inputs
+        if all(_is_token_ids(one) for one in inputs):
+            return inputs
+        raise ValueError("give a string, a list of strings, a list of token ids, or a list of such lists")
+
+
+class DocumentBody(BaseModel):
+    """One document to keep."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: Text
+    text: Text
+    metadata: dict[str, Any] = {}
+
+
+class DocumentsBody(BaseModel):
+    """`/v1/collections/{name}/documents`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    documents: Annotated[list[DocumentBody], Field(min_length=1)]
+
+
+class SearchBody(BaseModel):
+    """`/v1/collections/{name}/search`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    query: Text
+    k: Annotated[StrictInt, Field(ge=1, le=1000)] = 10
+
+
+def parse(body_class: type[Body], content: bytes) -> tuple[Body, dict[str, Any]]:
+    """The body as a model and as it came. Raises `RequestError` for bad JSON and for wrong types."""
+    try:
+        raw = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise RequestError(f"The body is a JSON {type(raw).__name__}, not an object.", code="invalid_json")
+    try:
+        return body_class.model_validate(raw), raw
+    except ValidationError as error:
+        raise from_validation(error, raw) from None
+
+
+def embeddings_response(
+    model: str, vectors: NDArray[np.float32], tokens: Sequence[int], encoding_format: str
+) -> dict[str, Any]:
+    """OpenAI's response for `vectors` [N, D] float32, in the order of the inputs."""
+    total = int(sum(tokens))
+    return {
+        "object": "list",
+        "model": model,
+        "data": [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": encode(vector) if encoding_format == "base64" else vector.tolist(),
+            }
+            for index, vector in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": total, "total_tokens": total},
+    }
+
+
+def encode(vector: NDArray[np.float32]) -> str:
+    """Base64 of the vector's bytes as little-endian float32, whatever the machine: what the official SDK decodes."""
+    return base64.b64encode(np.ascontiguousarray(vector, dtype="<f4").tobytes()).decode("ascii")
+
+
+def _is_token_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value)
+    )

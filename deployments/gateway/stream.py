@@ -1,0 +1,108 @@
+"""A stream of server-sent events, made fit for the client and never silent about its end. Pure.
+
+The engine's events come in batches of text. Each is stamped with the model and version that answer. A stream
+that stops without having finished (its replica was killed: Ray then just ends it) gets an error event, because
+a client cannot tell such an end from a good one.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.gateway.errors import Problem
+
+DONE = "data: [DONE]\n\n"
+_PREFIX = "data:"
+
+
+@dataclass
+class Usage:
+    """Tokens of one answer."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass
+class StreamAssembler:
+    """Feeds the engine's text in, gives the client's events out; `close` says how it ended."""
+
+    model: str
+    version: str
+    forward_usage: bool
+    lost: Problem
+    """What the client is told if the engine falls silent."""
+    usage: Usage = field(default_factory=Usage)
+    _rest: str = ""
+    _open: set[int] = field(default_factory=set)
+    _closed: set[int] = field(default_factory=set)
+    _failed: bool = False
+    _done: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has its `finish_reason`, and the engine has said that it is done."""
+        return self._done and not self._failed and bool(self._closed) and not self._open
+
+    @property
+    def failed(self) -> bool:
+        """An error event has been made."""
+        return self._failed
+
+    def feed(self, text: str) -> list[str]:
+        """The client's events for a piece of the engine's stream; an event may be cut anywhere between pieces."""
+        *events, self._rest = (self._rest + text).split("\n\n")
+        return [made for event in events if (made := self._event(event)) is not None]
+
+    def close(self) -> list[str]:
+        """The last events of a stream that has ended: an error if it broke off, and always `[DONE]`."""
+        if self.complete or self._failed:
+            return [DONE]
+        return self.fail(self.lost)
+
+    def fail(self, problem: Problem) -> list[str]:
+        """The last events of a stream that cannot go on."""
+        self._failed = True
+        return [_sse(problem.body()), DONE]
+
+    def _event(self, event: str) -> str | None:
+        data = event.strip().removeprefix(_PREFIX).strip()
+        if not data or self._failed:
+            return None
+        if data == "[DONE]":
+            self._done = True
+            return None
+        try:
+            payload: dict[str, Any] = json.loads(data)
+        except ValueError:
+            self._failed = True
+            return _sse(self.lost.body())
+        if "error" in payload:
+            self._failed = True
+            return _sse(self.lost.body())
+        return self._chunk(payload)
+
+    def _chunk(self, payload: dict[str, Any]) -> str | None:
+        for choice in payload.get("choices", []):
+            index = int(choice.get("index", 0))
+            if choice.get("finish_reason"):
+                self._open.discard(index)
+                self._closed.add(index)
+            elif index not in self._closed:
+                self._open.add(index)
+        if usage := payload.get("usage"):
+            self.usage = Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+            if not self.forward_usage:
+                if not payload.get("choices"):
+                    return None
+                del payload["usage"]
+        return _sse(stamped(payload, model=self.model, version=self.version))
+
+
+def stamped(payload: dict[str, Any], *, model: str, version: str) -> dict[str, Any]:
+    """A response or chunk that says which model answered, and which version as its `system_fingerprint`."""
+    return {**payload, "model": model, "system_fingerprint": version}
+
+
+def _sse(payload: dict[str, Any]) -> str:
+    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,77 @@
+"""From our settings to the Serve application of one vLLM deployment, through the public `ray.serve.llm`.
+
+Settings → settings: it starts nothing, fetches nothing and looks at no machine; `gpu` is told, not found out.
+"""
+
+from typing import Any
+
+from ray.serve import Application
+from ray.serve.llm import LLMConfig as RayLLMConfig
+from ray.serve.llm import build_llm_deployment
+
+from cluster import environment
+from cluster.models import served_name
+from deployments.llm.config import LLMConfig
+from deployments.llm.server import LLMDeployment
+
+NAME = "llm"
+HEALTH_PERIOD_S = 5
+HEALTH_TIMEOUT_S = 30
+"""Long: on a small CPU one engine step with a long prompt keeps the event loop busy for seconds."""
+SHUTDOWN_WAIT_S = 60
+"""Streams in flight may end when a replica is replaced."""
+START_TRIES = 2
+"""A fault of the engine's arithmetic does not go away by trying; a second try is for the machine's bad luck."""
+
+
+def build(config: LLMConfig, *, gpu: bool) -> Application:
+    """The deployment of one base model and its adapters, on CPU or on one GPU for each replica."""
+    return build_llm_deployment(
+        ray_config(config, gpu=gpu),
+        bind_kwargs={"settings": config},
+        override_serve_options={"name": NAME, "max_constructor_retry_count": START_TRIES},
+    )
+
+
+def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
+    """`config` in Ray's words."""
+    return RayLLMConfig(
+        # The replica replaces the source by the folder that it has obtained on its own node.
+        model_loading_config={"model_id": served_name(config.model), "model_source": config.model},
+        accelerator_config={"kind": "gpu" if gpu else "cpu"},
+        placement_group_config=None if gpu else {"bundles": [{"CPU": config.threads}]},
+        server_cls=LLMDeployment,
+        engine_kwargs=_engine_settings(config, gpu=gpu),
+        lora_config={"max_num_adapters_per_replica": config.max_adapters},
+        deployment_config={
+            "num_replicas": config.replicas,
+            "ray_actor_options": {"num_cpus": 0},
+            "health_check_period_s": HEALTH_PERIOD_S,
+            "health_check_timeout_s": HEALTH_TIMEOUT_S,
+            "graceful_shutdown_timeout_s": SHUTDOWN_WAIT_S,
+        },
+        runtime_env={"env_vars": {**environment.for_workers(), **({} if gpu else _cpu_environment(config))}},
+    )
+
+
+def _engine_settings(config: LLMConfig, *, gpu: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "enable_lora": True,
+        "max_lora_rank": config.max_lora_rank,
+        "max_loras": config.max_loras,
+        "max_cpu_loras": config.max_adapters,
+    }
+    # With adapters vLLM's CPU platform compiles nothing anyway; saying so saves the attempt.
+    return settings if gpu else {**settings, "enforce_eager": True}
+
+
+def _cpu_environment(config: LLMConfig) -> dict[str, str]:
+    return {
+        # One thread per replica gives 80 % of the speed of two, on half the CPU, and stands contention.
+        "OMP_NUM_THREADS": str(config.threads),
+        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
+        # vLLM would pin its threads to cores by itself; every replica, and every other engine, to the same.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }

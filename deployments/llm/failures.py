@@ -1,0 +1,60 @@
+"""From what the engine says went wrong to an error that a client can be shown. Pure.
+
+The engine reports faults in three ways: an error object instead of an answer, an exception, or an error
+inside a stream. All three end here as one of `cluster.errors`. It knows the shapes, not vLLM's classes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from cluster.errors import CapacityError, FlywheelError, RequestError
+
+ENGINE_RETRY_AFTER_S = 30.0
+"""A dead engine is replaced after failed health checks and a start; asking earlier is of no use."""
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+_CONTEXT_WORDS = ("maximum context length", "maximum model length", "longer than the maximum")
+
+
+def from_report(report: Mapping[str, Any]) -> FlywheelError:
+    """The error in the engine's `{"message", "type", "param", "code"}`. Its 5xx means: this engine is not well."""
+    status = report.get("code")
+    message = str(report.get("message") or "The engine gave no reason.")
+    if not isinstance(status, int) or status >= 500:
+        return engine_lost()
+    return bad_request(message, status=status, param=report.get("param"))
+
+
+def bad_request(message: str, *, status: int = 400, param: str | None = None) -> RequestError:
+    """A request that the engine has refused, with OpenAI's code where the reason has one."""
+    if any(words in message for words in _CONTEXT_WORDS):
+        return RequestError(message, status=400, param=param or "messages", code=CONTEXT_LENGTH_EXCEEDED)
+    return RequestError(message, status=status, param=param, code="model_not_found" if status == 404 else None)
+
+
+def from_validation(error: ValidationError, body: Mapping[str, Any]) -> RequestError:
+    """The first fault in `body`, with its dotted place; the others would only repeat it for each union member."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(str(part) for part in _place(fault["loc"], body, missing=fault["type"] == "missing"))
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return RequestError(f"{place}: {message}" if place else message, param=place or None, code="invalid_value")
+
+
+def engine_lost() -> CapacityError:
+    """The engine died, or dies. The same request may pass on the replica that replaces it."""
+    return CapacityError(
+        "The engine stopped before it could answer. It is being replaced.", retry_after_s=ENGINE_RETRY_AFTER_S
+    )
+
+
+def _place(location: tuple[str | int, ...], body: Any, *, missing: bool) -> list[str | int]:
+    """`location` without the names of union members, which pydantic puts in and a client has never seen."""
+    place: list[str | int] = []
+    for part in location:
+        known = part in body if isinstance(body, Mapping) else isinstance(body, list) and part in range(len(body))
+        if known:
+            place.append(part)
+            body = body[part]
+    return [*place, location[-1]] if missing else place

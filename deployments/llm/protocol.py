@@ -1,0 +1,44 @@
+"""What the gateway and the engine's replica say to each other.
+
+Plain picklable values: the gateway needs neither vLLM nor torch to ask for a generation, and the replica
+needs neither the registry nor an alias to answer one. It knows no HTTP and no Ray.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["chat", "completions"]
+
+Answer = dict[str, Any] | list[str]
+"""A whole response (not streamed: one item), or server-sent events `data: {…}\\n\\n` (streamed: many items)."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One immutable adapter version, and where its files are."""
+
+    version: str
+    """Version id, for example `error-triage/3`."""
+    path: str
+    digest: str
+    """SHA-256 over the folder, as `cluster.storage.digest_folder` makes it."""
+
+    @property
+    def engine_name(self) -> str:
+        """Name of the adapter inside the engine.
+
+        vLLM keys its name table and its prefix cache by this name. The digest is part of it, so that weights
+        that differ can share neither, whatever happens to version numbers.
+        """
+        return f"{self.version}@{self.digest[:16]}"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One chat or text completion to run. `body` is the client's JSON, not yet validated by the engine."""
+
+    kind: Kind
+    body: dict[str, Any]
+    request_id: str
+    adapter: Adapter | None = None
+    """Unset: the base model answers."""

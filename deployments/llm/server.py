@@ -1,0 +1,186 @@
+"""The vLLM deployment: one base model, with adapters on top, that is only ready once it is known to be right.
+
+This is where a request becomes a vLLM call: `generate` → `LLMServer.chat` / `.completions` → the engine.
+It knows adapters by version id, path and digest. It knows neither aliases nor the registry, so it serves on
+when the registry is away, and it knows no HTTP.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ray.serve.llm import LLMServer
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+
+from cluster.errors import DependencyError, RequestError
+from cluster.models import obtain
+from cluster.storage import Home
+from deployments.llm import failures
+from deployments.llm._ray import (
+    DiskMultiplexConfig,
+    EngineDeadError,
+    ErrorResponse,
+    LoraModelLoader,
+    OneProcessEngine,
+    RawRequestInfo,
+    VLLMClientError,
+    VLLMEngine,
+    use_weights,
+)
+from deployments.llm.adapters import AdapterCache
+from deployments.llm.config import LLMConfig
+from deployments.llm.parity import Verdict, check
+from deployments.llm.protocol import Adapter, Answer, Generation
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterLoader(LoraModelLoader):
+    """Ray's seam for bringing an adapter to a replica; ours takes it from the node's verified cache."""
+
+    def __init__(self, *, cache: AdapterCache, known: dict[str, Adapter], base: str, **limits: Any) -> None:
+        super().__init__(**limits)
+        self._cache = cache
+        self._known = known
+        self._base = base
+
+    async def load_model_from_config(self, lora_model_id: str, llm_config: Any) -> DiskMultiplexConfig:  # noqa: ARG002
+        """The adapter that `generate` has announced under this id."""
+        adapter = self._known[lora_model_id]
+        folder = await self._cache.fetch(adapter)
+        return DiskMultiplexConfig(
+            model_id=lora_model_id, max_total_tokens=None, local_path=str(folder), lora_assigned_int_id=0
+        )
+
+
+class LLMDeployment(LLMServer):
+    """One replica: an engine, its adapter cache, and the verdict of its parity check."""
+
+    async def __init__(self, llm_config: Any, *, settings: LLMConfig) -> None:  # type: ignore[misc]  # as Ray's is
+        started = time.monotonic()
+        home = Home.current()
+        self._settings = settings
+        # Weights come to the node where they are needed, not to the machine that built the application.
+        self._model = await asyncio.to_thread(obtain, settings.model, home)
+        use_weights(llm_config, str(self._model.path))
+        self._base: str = llm_config.model_id
+        self._cache = AdapterCache(home.adapter_cache, max_rank=settings.max_lora_rank)
+        self._known: dict[str, Adapter] = {}
+        self._loading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._verdict: Verdict | None = None
+        await super().__init__(
+            llm_config,
+            engine_cls=OneProcessEngine if llm_config.accelerator_config.kind == "cpu" else VLLMEngine,
+            model_downloader=partial(AdapterLoader, cache=self._cache, known=self._known, base=self._base),
+        )
+        engine_ready = time.monotonic()
+        await self._warm_up()
+        if settings.parity_check:
+            self._verdict = await check(self._model, self._whole_answer)
+            if not self._verdict.passed:
+                raise DependencyError(
+                    f"The engine does not compute what {self._base} computes: {self._verdict.difference}",
+                    hint="Try llm.dtype: float32. If that helps, report it: the engine plugin should have mended this.",
+                    retryable=False,
+                )
+        logger.info(
+            "%s is ready: engine %.1f s, warm-up and parity %.1f s; parity: %s",
+            self._base,
+            engine_ready - started,
+            time.monotonic() - engine_ready,
+            self._verdict.difference if self._verdict else "not checked",
+        )
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
+        """Run one generation: one whole response, or batches of server-sent events if `body.stream` is true.
+
+        Raises `RequestError` for what the client can mend and `CapacityError` or `DependencyError` for the
+        rest, all before the first item; a fault after that is an error event in the stream.
+        """
+        request = self._parse(generation)
+        try:
+            if generation.adapter:
+                answers = await self._start_with_adapter(request, generation, generation.adapter)
+            else:
+                answers = await self._start(request, generation)
+            async for answer in answers:
+                yield _answer(answer)
+        except EngineDeadError:
+            raise failures.engine_lost() from None
+        except VLLMClientError as error:
+            raise failures.bad_request(str(error), param=getattr(error, "parameter", None)) from None
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts for health and for people: which weights, which precision, what the parity check found."""
+        await self.check_health()
+        return {
+            "model": self._base,
+            "digest": self._model.digest,
+            "dtype": self._settings.dtype,
+            "adapters": sorted(adapter.version for adapter in self._known.values()),
+            "parity": self._verdict.as_dict() if self._verdict else None,
+        }
+
+    def _parse(self, generation: Generation) -> Any:
+        request_class = ChatCompletionRequest if generation.kind == "chat" else CompletionRequest
+        name = generation.adapter.engine_name if generation.adapter else self._base
+        try:
+            # The id is ours: two requests with one id would answer each other.
+            return request_class.model_validate({**generation.body, "model": name, "request_id": generation.request_id})
+        except ValidationError as error:
+            raise failures.from_validation(error, generation.body) from None
+        except (VLLMClientError, ValueError) as error:
+            raise failures.bad_request(str(error), param=getattr(error, "parameter", None)) from None
+
+    async def _start(self, request: Any, generation: Generation) -> AsyncIterator[Any]:
+        run = self.chat if generation.kind == "chat" else self.completions
+        answers: AsyncIterator[Any] = await run(request, RawRequestInfo(headers={}))
+        return answers
+
+    async def _start_with_adapter(self, request: Any, generation: Generation, adapter: Adapter) -> AsyncIterator[Any]:
+        # Also when the engine has the adapter already: it may have to read the files again (see adapters.py).
+        await self._cache.fetch(adapter)
+        self._known[adapter.engine_name] = adapter
+        # Ray looks whether the engine has the adapter and then loads it; two first requests would both load,
+        # and the second be told that the name is taken.
+        async with self._loading[adapter.engine_name]:
+            try:
+                return await self._start(request, generation)
+            except ValueError as error:
+                logger.error("The engine refused adapter %s: %s", adapter.version, error)
+                raise RequestError(
+                    f"The engine cannot load adapter {adapter.version}: it does not fit {self._base}.",
+                    param="model",
+                    code="adapter_invalid",
+                    hint="Register an adapter that was trained on this base.",
+                ) from None
+
+    async def _warm_up(self) -> None:
+        # The first request with log-probabilities compiles a kernel (12 s on a busy laptop): before, not in, traffic.
+        await self._whole_answer({"prompt": "Hello", "max_tokens": 2, "temperature": 0.0, "logprobs": 1})
+
+    async def _whole_answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A completion by the base, asked inside this process."""
+        generation = Generation(kind="completions", body=body, request_id=f"start-{time.monotonic_ns()}")
+        async for answer in self.generate(generation):
+            if isinstance(answer, dict):
+                return answer
+        raise failures.engine_lost()
+
+
+def _answer(item: Any) -> Answer:
+    """One item of Ray's stream as plain values; an error object becomes an exception."""
+    if isinstance(item, list):
+        for part in item:
+            if isinstance(part, ErrorResponse):
+                raise failures.from_report(part.error.model_dump())
+        return [str(part) for part in item]
+    if isinstance(item, ErrorResponse):
+        raise failures.from_report(item.error.model_dump())
+    assert isinstance(item, BaseModel)
+    return item.model_dump(mode="json")

@@ -1,0 +1,255 @@
+"""The routes over the shipped fakes, asked by the official client and by hand."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from actors.registry.snapshot import Route, Snapshot
+from cluster.errors import CapacityError, DependencyError, RequestError
+from deployments.gateway.app import Parts, create_app
+from deployments.gateway.config import GatewayConfig
+from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
+from deployments.gateway.metrics import GatewayMetrics
+from deployments.gateway.models import Served
+from deployments.gateway.snapshot import SnapshotFeed
+
+TWO = {f"triage/{n}": Route("triage", n, "adapter", Path("/v"), f"{n:064x}", "smol") for n in (1, 2)}
+CHAT: dict[str, Any] = {"model": "smol", "messages": [{"role": "user", "content": "one two three"}]}
+
+
+@dataclass
+class Stand:
+    """An application on fakes, and both kinds of client."""
+
+    http: httpx.AsyncClient
+    sdk: openai.AsyncOpenAI
+    engine: EchoEngine
+    registry: PushedSnapshots
+    feed: SnapshotFeed
+
+
+@pytest.fixture
+async def stand() -> AsyncIterator[Stand]:
+    engine, registry = EchoEngine(), PushedSnapshots(Snapshot(1, TWO, {"triage@champion": 1}))
+    feed = SnapshotFeed(registry, poll_s=0.05)
+    await feed.start(wait_s=0.5)
+    parts = Parts(Served("smol", "minilm", 128), feed, GatewayMetrics(), engine, HashEmbedder())
+    app = create_app(parts, GatewayConfig(max_request_bytes=4096, request_timeout_s=0.4))
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+    sdk = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http, max_retries=0)
+    yield Stand(http, sdk, engine, registry, feed)
+    await feed.stop()
+    await http.aclose()
+
+
+async def test_a_chat_says_which_version_answered(stand: Stand) -> None:
+    response = await stand.sdk.chat.completions.with_raw_response.create(**{**CHAT, "model": "smol:triage@champion"})
+    answer = response.parse()
+    assert answer.choices[0].message.content == "triage/1: one two three"
+    assert (answer.model, answer.system_fingerprint) == ("smol:triage/1", "triage/1")
+    assert response.headers["x-flywheel-version"] == "triage/1"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+async def test_a_stream_ends_with_its_finish_and_gives_usage_when_asked(stand: Stand) -> None:
+    plain = [chunk async for chunk in await stand.sdk.chat.completions.create(**CHAT, stream=True)]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in plain) == "base: one two three "
+    assert plain[-1].choices[0].finish_reason == "stop"
+    assert all(chunk.usage is None for chunk in plain)
+    counted = [
+        chunk
+        async for chunk in await stand.sdk.chat.completions.create(
+            **CHAT, stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    assert counted[-1].choices == []
+    assert counted[-1].usage is not None
+    assert counted[-1].usage.completion_tokens == 4
+
+
+async def test_text_completions(stand: Stand) -> None:
+    answer = await stand.sdk.completions.create(model="smol:triage/2", prompt="a b")
+    assert (answer.choices[0].text, answer.model) == ("triage/2: a b", "smol:triage/2")
+    pieces = [chunk async for chunk in await stand.sdk.completions.create(model="smol", prompt="a", stream=True)]
+    assert "".join(piece.choices[0].text for piece in pieces) == "base: a "
+
+
+@pytest.mark.parametrize("fault", [CapacityError("gone"), None], ids=["error", "silence"])
+async def test_a_stream_that_breaks_raises_in_the_client(stand: Stand, fault: CapacityError | None) -> None:
+    stand.engine.fault, stand.engine.breaks_after = fault, 2
+    got = []
+    with pytest.raises(openai.APIError) as caught:  # noqa: PT012
+        async for chunk in await stand.sdk.chat.completions.create(**CHAT, stream=True):
+            got.append(chunk)
+    assert len(got) == 2
+    assert caught.value.code == "overloaded"
+    assert 'broken_streams_total{model="smol"} 1.0' in (await stand.http.get("/metrics")).text
+
+
+async def test_a_stream_that_never_began_is_an_http_error(stand: Stand) -> None:
+    stand.engine.breaks_after = 0
+    response = await stand.http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        (RequestError("too long", code="context_length_exceeded"), openai.BadRequestError),
+        (DependencyError("adapter files are gone"), openai.InternalServerError),
+        (ValueError("bug"), openai.InternalServerError),
+    ],
+)
+async def test_the_engines_errors_are_typed_in_the_client(stand: Stand, fault: Any, raised: type[Exception]) -> None:
+    stand.engine.fault = fault
+    for stream in (False, True):
+        with pytest.raises(raised) as caught:
+            await stand.sdk.chat.completions.create(**CHAT, stream=stream)
+        assert isinstance(caught.value, openai.APIStatusError)
+        assert caught.value.code == getattr(fault, "code", None) or caught.value.status_code >= 500
+
+
+async def test_an_alias_may_move_while_a_stream_runs(stand: Stand) -> None:
+    stand.engine.pause_s = 0.02
+    stream = await stand.sdk.chat.completions.create(**{**CHAT, "model": "smol:triage"}, stream=True)
+    first = await anext(stream)
+    stand.registry.push(Snapshot(2, TWO, {"triage@champion": 2}))
+    async with asyncio.timeout(0.5):
+        while stand.feed.current.number != 2:
+            await asyncio.sleep(0.005)
+    rest = [chunk async for chunk in stream]
+    assert {chunk.model for chunk in [first, *rest]} == {"smol:triage/1"}
+    after = await stand.sdk.chat.completions.create(**{**CHAT, "model": "smol:triage"})
+    assert after.model == "smol:triage/2"
+
+
+async def test_requests_go_on_while_the_registry_is_away(stand: Stand) -> None:
+    stand.registry.go_away()
+    async with asyncio.timeout(0.5):
+        while stand.feed.describe()["connected"]:
+            await asyncio.sleep(0.005)
+    answer = await stand.sdk.chat.completions.create(**{**CHAT, "model": "smol:triage"})
+    assert answer.model == "smol:triage/1"
+    health = await stand.http.get("/healthz")
+    assert (health.status_code, health.json()["registry"]["connected"]) == (200, False)
+
+
+async def test_models_are_listed_and_retrieved(stand: Stand) -> None:
+    listed = {model.id: model async for model in stand.sdk.models.list()}
+    for name in listed:
+        assert (await stand.sdk.models.retrieve(name)).id == name
+    assert listed["smol:triage"].model_extra is not None
+    assert listed["smol:triage"].model_extra["parent"] == "smol"
+    assert listed["smol:triage"].model_extra["root"] == "smol:triage/1"
+    with pytest.raises(openai.NotFoundError):
+        await stand.sdk.models.retrieve("nope")
+
+
+async def test_embeddings_are_the_same_numbers_in_both_encodings(stand: Stand) -> None:
+    base64 = await stand.sdk.embeddings.create(model="minilm", input=["a b", "c"])  # the SDK's own default
+    floats = await stand.sdk.embeddings.create(model="minilm", input=["a b", "c"], encoding_format="float")
+    assert len(base64.data[0].embedding) == 8
+    for one, other in zip(base64.data, floats.data, strict=True):
+        np.testing.assert_array_equal(np.float32(one.embedding), np.float32(other.embedding))
+    assert [one.index for one in floats.data] == [0, 1]
+    assert floats.usage.prompt_tokens == 3
+    assert (await stand.sdk.embeddings.create(model="minilm", input=[[1, 2, 3]])).usage.total_tokens == 3
+    assert len((await stand.sdk.embeddings.create(model="minilm", input="a", dimensions=8)).data[0].embedding) == 8
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code"),
+    [
+        ("POST", "/v1/chat/completions", b'{"model": ', 400, "invalid_json"),
+        ("POST", "/v1/chat/completions", b"[]", 400, "invalid_json"),
+        ("POST", "/v1/chat/completions", json.dumps({**CHAT, "messages": "hi"}).encode(), 400, "invalid_value"),
+        ("POST", "/v1/chat/completions", json.dumps({**CHAT, "model": "nope"}).encode(), 404, "model_not_found"),
+        ("POST", "/v1/chat/completions", json.dumps({**CHAT, "model": "minilm"}).encode(), 400, "model_not_supported"),
+        ("POST", "/v1/completions", json.dumps({"model": "smol"}).encode(), 400, "invalid_value"),
+        ("POST", "/v1/embeddings", b'{"model": "minilm", "input": []}', 400, "invalid_value"),
+        ("POST", "/v1/embeddings", b'{"model": "minilm", "input": "a", "dimensions": 3}', 400, "invalid_value"),
+        ("POST", "/v1/embeddings", b'{"model": "minilm", "input": "' + b"a " * 99 + b'"}', 400, "context_length_exceeded"),
+        ("POST", "/v1/embeddings", b'{"model": "smol", "input": "a"}', 400, "model_not_supported"),
+        ("POST", "/v1/chat/completions", b" " * 5000, 413, "request_too_large"),
+        ("POST", "/v1/nothing", b"{}", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions", b"", 405, "method_not_allowed"),
+        ("POST", "/v1/collections/c/search", b'{"query": "q"}', 404, "collection_not_found"),
+        ("POST", "/v1/collections/c/search", b'{"query": "q", "k": 0}', 400, "invalid_value"),
+        ("POST", "/v1/collections/c/documents", b'{"documents": [{"id": "1"}]}', 400, "invalid_value"),
+    ],
+)  # fmt: skip
+async def test_bad_requests_are_4xx_in_openais_shape(
+    stand: Stand, method: str, path: str, content: bytes, status: int, code: str
+) -> None:
+    response = await stand.http.request(method, path, content=content, headers={"x-request-id": "mine-1"})
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert response.headers["x-request-id"] == "mine-1"
+    assert stand.engine.seen == []
+
+
+async def test_a_body_without_a_length_is_bounded_too(stand: Stand) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 1000
+
+    response = await stand.http.post("/v1/chat/completions", content=endless())
+    assert response.status_code == 413
+
+
+async def test_a_request_gets_an_id_and_a_bad_one_is_not_echoed(stand: Stand) -> None:
+    first = (await stand.http.get("/v1/models")).headers["x-request-id"]
+    second = (await stand.http.get("/v1/models", headers={"x-request-id": "a b\tc"})).headers["x-request-id"]
+    assert first != second
+    assert " " not in second
+
+
+async def test_one_who_hangs_up_stops_the_generation(stand: Stand) -> None:
+    stand.engine.pause_s = 0.05
+    request = asyncio.create_task(stand.http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+    await asyncio.sleep(0.12)
+    request.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await request
+    await asyncio.sleep(0.02)
+    assert stand.engine.stopped_early == 1
+
+
+async def test_a_stream_that_takes_too_long_says_so(stand: Stand) -> None:
+    stand.engine.pause_s = 0.15
+    with pytest.raises(openai.APIError) as caught:
+        async for _ in await stand.sdk.chat.completions.create(**CHAT, stream=True):
+            pass
+    assert caught.value.code == "timeout"
+
+
+async def test_health_tells_when_a_part_is_gone(stand: Stand) -> None:
+    stand.engine.fault = CapacityError("The engine stopped.")
+    response = await stand.http.get("/healthz")
+    assert (response.status_code, response.json()["status"]) == (503, "unavailable")
+    assert response.json()["llm"]["error"]["message"] == "The engine stopped."
+
+
+async def test_metrics_count_requests_and_tokens_with_bounded_labels(stand: Stand) -> None:
+    await stand.sdk.chat.completions.create(**{**CHAT, "model": "smol:triage"})
+    await stand.http.post("/v1/chat/completions", json={**CHAT, "model": "made-up-name"})
+    await stand.http.get("/made-up-path")
+    text = (await stand.http.get("/metrics")).text
+    assert 'requests_total{model="smol:triage/1",route="/v1/chat/completions",status="200"} 1.0' in text
+    assert 'requests_total{model="unmatched",route="/v1/chat/completions",status="404"} 1.0' in text
+    assert 'requests_total{model="unmatched",route="unmatched",status="404"} 1.0' in text
+    assert 'tokens_total{direction="completion",model="smol:triage/1"} 4.0' in text
+    assert "made-up" not in text

@@ -1,0 +1,78 @@
+import base64
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.errors import RequestError
+from deployments.gateway.schemas import ChatBody, CompletionBody, EmbeddingsBody, embeddings_response, encode, parse
+
+
+def body(body_class: Any, **fields: Any) -> Any:
+    return parse(body_class, json.dumps(fields).encode())[0]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"model": "x", ', b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000])
+def test_what_is_not_a_json_object_is_refused(content: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(ChatBody, content)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{}]},
+        {"model": 3, "messages": [{}]},
+        {"model": "m", "messages": "hi"},
+        {"model": "m", "messages": []},
+        {"model": "m", "messages": [{}], "stream": "yes"},
+        {"model": "m", "messages": [{}], "stream": True, "stream_options": {"include_usage": 1}},
+    ],
+)
+def test_types_are_strict(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        body(ChatBody, **fields)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_value")
+
+
+def test_the_engine_always_counts_but_keeps_the_clients_other_wishes() -> None:
+    raw = {"model": "m", "prompt": "x", "stream": True, "stream_options": {"continuous": True}, "top_k": 3}
+    parsed, kept = parse(CompletionBody, json.dumps(raw).encode())
+    assert not parsed.wants_usage
+    assert parsed.for_engine(kept) == {**raw, "stream_options": {"continuous": True, "include_usage": True}}
+    assert kept == raw
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_an_input_comes_in_four_shapes(given: Any, taken: Any) -> None:
+    assert body(EmbeddingsBody, model="m", input=given).input == taken
+
+
+@pytest.mark.parametrize("given", ["", [], [""], ["a", 1], [["a"]], [[]], [-1], [True], None, {}, ["a"] * 2049])
+def test_other_inputs_are_refused(given: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        body(EmbeddingsBody, model="m", input=given)
+    assert caught.value.param == "input"
+
+
+def test_base64_is_little_endian_float32_also_of_a_big_endian_or_strided_vector() -> None:
+    expected = [1.0, -2.5, 3.25]
+    for vector in (
+        np.array(expected, dtype=np.float32),
+        np.array(expected, dtype=">f4"),
+        np.array([[1.0, 0], [-2.5, 0], [3.25, 0]], dtype=np.float64)[:, 0],
+    ):
+        assert list(struct.unpack("<3f", base64.b64decode(encode(vector)))) == expected
+
+
+def test_vectors_keep_the_order_of_their_inputs() -> None:
+    vectors = np.arange(6, dtype=np.float32).reshape(3, 2)
+    response = embeddings_response("m", vectors, [2, 3, 4], "float")
+    assert [(one["index"], one["embedding"]) for one in response["data"]] == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
+    assert response["usage"] == {"prompt_tokens": 9, "total_tokens": 9}

@@ -1,0 +1,107 @@
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import DependencyError, RequestError
+from cluster.storage import digest_folder
+from deployments.llm.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterCache
+from deployments.llm.protocol import Adapter
+
+
+def registered(folder: Path, *, rank: int = 8, version: str = "triage/1", extra: str | None = None) -> Adapter:
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_text(json.dumps({"r": rank}))
+    (folder / WEIGHTS_FILE).write_bytes(b"weights of " + version.encode())
+    if extra:
+        (folder / extra).write_bytes(b"")
+    return Adapter(version, str(folder), digest_folder(folder))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> AdapterCache:
+    return AdapterCache(tmp_path / "cache", max_rank=16)
+
+
+async def test_a_copy_outlives_its_source(cache: AdapterCache, tmp_path: Path) -> None:
+    adapter = registered(tmp_path / "v1")
+    folder = await cache.fetch(adapter)
+    for path in (tmp_path / "v1").iterdir():
+        path.unlink()
+    assert await cache.fetch(adapter) == folder
+    assert digest_folder(folder) == adapter.digest
+
+
+async def test_many_at_once_make_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(AdapterCache):
+        copies = 0
+
+        def _copy(self, adapter: Adapter, target: Path) -> None:
+            type(self).copies += 1
+            super()._copy(adapter, target)
+
+    cache, adapter = Counting(tmp_path / "cache", max_rank=16), registered(tmp_path / "v1")
+    folders = await asyncio.gather(*(cache.fetch(adapter) for _ in range(20)))
+    assert len(set(folders)) == 1
+    assert Counting.copies == 1
+
+
+async def test_one_that_hangs_up_does_not_take_the_copy_from_the_others(cache: AdapterCache, tmp_path: Path) -> None:
+    adapter = registered(tmp_path / "v1")
+    first, second = (asyncio.create_task(cache.fetch(adapter)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).is_dir()
+
+
+@pytest.mark.parametrize("damage", ["vanished", "cut short"])
+async def test_a_copy_that_was_damaged_is_made_anew_before_it_is_used(
+    cache: AdapterCache, tmp_path: Path, damage: str
+) -> None:
+    adapter = registered(tmp_path / "v1")
+    weights = await cache.fetch(adapter) / WEIGHTS_FILE
+    if damage == "vanished":
+        weights.unlink()
+    else:
+        weights.write_bytes(b"w")
+    assert digest_folder(await cache.fetch(adapter)) == adapter.digest
+
+
+async def test_a_cache_of_an_earlier_process_is_verified_and_used(tmp_path: Path) -> None:
+    adapter = registered(tmp_path / "v1")
+    folder = await AdapterCache(tmp_path / "cache", max_rank=16).fetch(adapter)
+    gone = Adapter(adapter.version, str(tmp_path / "gone"), adapter.digest)
+    assert await AdapterCache(tmp_path / "cache", max_rank=16).fetch(gone) == folder
+
+
+async def test_other_bytes_than_registered_are_refused(cache: AdapterCache, tmp_path: Path) -> None:
+    adapter = registered(tmp_path / "v1")
+    (tmp_path / "v1" / WEIGHTS_FILE).write_bytes(b"tampered")
+    with pytest.raises(DependencyError, match="digest"):
+        await cache.fetch(adapter)
+    assert not (tmp_path / "cache" / adapter.digest).exists()
+
+
+async def test_a_failure_is_not_remembered(cache: AdapterCache, tmp_path: Path) -> None:
+    adapter = registered(tmp_path / "v1")
+    moved = (tmp_path / "v1").rename(tmp_path / "elsewhere")
+    with pytest.raises(DependencyError) as caught:
+        await cache.fetch(adapter)
+    assert str(tmp_path) not in f"{caught.value.message}{caught.value.hint}"
+    moved.rename(tmp_path / "v1")
+    assert (await cache.fetch(adapter)).is_dir()
+
+
+async def test_pickles_and_incomplete_folders_are_refused(cache: AdapterCache, tmp_path: Path) -> None:
+    with pytest.raises(DependencyError, match="safetensors"):
+        await cache.fetch(registered(tmp_path / "v1", extra="adapter_model.bin"))
+    bare = registered(tmp_path / "v2")
+    (tmp_path / "v2" / WEIGHTS_FILE).unlink()
+    with pytest.raises(DependencyError, match=WEIGHTS_FILE):
+        await cache.fetch(Adapter("triage/2", bare.path, digest_folder(tmp_path / "v2")))
+
+
+async def test_a_rank_that_the_engine_cannot_take_is_the_requests_fault(cache: AdapterCache, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"rank 32.*at most 16"):
+        await cache.fetch(registered(tmp_path / "v1", rank=32))

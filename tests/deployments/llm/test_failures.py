@@ -1,0 +1,43 @@
+import pytest
+from pydantic import BaseModel, StrictInt, ValidationError
+
+from cluster.errors import CapacityError, RequestError
+from deployments.llm.failures import from_report, from_validation
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "code"),
+    [
+        ("This model's maximum context length is 128 tokens. However, …", 400, "context_length_exceeded"),
+        ("temperature must be non-negative", 400, None),
+        ("The model `x` does not exist.", 404, "model_not_found"),
+    ],
+)
+def test_the_clients_fault_keeps_its_status_and_gets_openais_code(message: str, status: int, code: str | None) -> None:
+    error = from_report({"message": message, "type": "BadRequestError", "param": None, "code": status})
+    assert isinstance(error, RequestError)
+    assert (error.status, error.code, error.message) == (status, code, message)
+
+
+@pytest.mark.parametrize("code", [500, 503, None, "nonsense"])
+def test_the_engines_fault_is_ours_and_passes(code: object) -> None:
+    error = from_report({"message": "CUDA error at /path", "code": code})
+    assert isinstance(error, CapacityError)
+    assert error.retry_after_s >= 1
+    assert "/path" not in error.message
+
+
+def test_a_wrong_type_is_named_by_the_clients_own_field() -> None:
+    class Message(BaseModel):
+        role: str
+        count: StrictInt | list[int]
+
+    class Body(BaseModel):
+        messages: list[Message]
+
+    for message, place in ({"role": "user", "count": "x"}, "messages.0.count"), ({"count": 1}, "messages.0.role"):
+        body = {"messages": [message]}
+        with pytest.raises(ValidationError) as caught:
+            Body.model_validate(body)
+        error = from_validation(caught.value, body)
+        assert (error.status, error.param) == (400, place)
