@@ -4,7 +4,6 @@ Reading goes straight to the registry's log, with or without Ray. Moving an alia
 the only writer; if no cluster runs, one is started for the moment that takes.
 """
 
-import getpass
 from datetime import datetime
 from typing import Annotated
 
@@ -107,7 +106,7 @@ def promote(
 ) -> None:
     """Let an alias name a version."""
     with writer(Home.current()) as registry:
-        move = registry.promote(name, alias, version, by=getpass.getuser(), why=reason, expected=expected)
+        move = registry.promote(name, alias, version, why=reason, expected=expected)
     show(move.model_dump(mode="json"), lambda to: to.print(f"{name}@{alias} → {name}/{move.version}"), as_json=as_json)
 
 
@@ -120,7 +119,7 @@ def rollback(
 ) -> None:
     """Let an alias name the version that it named before."""
     with writer(Home.current()) as registry:
-        move = registry.rollback(name, alias, by=getpass.getuser(), why=reason)
+        move = registry.rollback(name, alias, why=reason)
     show(move.model_dump(mode="json"), lambda to: to.print(f"{name}@{alias} → {name}/{move.version}"), as_json=as_json)
 
 

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic
 
+from actors.evaluation.report import EvaluationReport
+from actors.evaluation.retrieval import RetrievalScores
+
 from actors.data.build import build
 from actors.data.examples import PairExample, read
 from actors.data.version import DataVersion
-from actors.evaluation.report import EvaluationReport
-from actors.evaluation.retrieval import RetrievalScores
 from actors.training.controller import TrainingResult
-
 from app.display import Display
 from app.pipelines import stages
 from app.pipelines.ask import Answer, ask
@@ -103,13 +103,13 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
                 result=result,
                 report=report,
                 registration=registration,
-                lineage=tuple(standing.registry.lineage(registration.version.id)),
+                lineage=tuple(f"{link.kind}: {link.id}" for link in standing.registry.lineage(registration.version.id)),
                 answers=tuple(answers),
                 indexed=indexed,
                 retrieval=retrieval,
                 url=served.url,
                 dashboard_url=session.dashboard_url,
-                tracking_uri=standing.tracker.uri,
+                tracking_uri=standing.tracking_uri,
                 base_name=base_name,
                 adapter_name=adapter_name,
             )

@@ -1,12 +1,11 @@
 """`flywheel evaluate`: a registered version against its base, on the recipe's held-out data."""
 
-import getpass
 from dataclasses import dataclass
 
-from actors.data.build import build
 from actors.evaluation.evaluate import evaluate
 from actors.evaluation.report import EvaluationReport
 
+from actors.data.build import build
 from actors.registry.state import AliasMove, EvaluationFact, Version
 from app.display import Display
 from app.pipelines import stages
@@ -64,7 +63,5 @@ def run(recipe: Recipe, home: Home, display: Display, *, reference: str | None, 
         )
         move = None
         if promote and report.verdict.passed and wanted is not None and wanted.on_pass is not None:
-            move = standing.registry.promote(
-                version.name, wanted.on_pass, version.number, by=getpass.getuser(), why=report.verdict.reason
-            )
+            move = standing.registry.promote(version.name, wanted.on_pass, version.number, why=report.verdict.reason)
     return Measured(version, report, move)

@@ -7,12 +7,14 @@ AdamW's two moments; activations follow Korthikanti et al. 2022 (arXiv:2205.0519
 import fnmatch
 import json
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Literal
 
 import psutil
 from safetensors import safe_open
 
+from actors.data.mining import MINERS
 from app.recipe import Recipe
 from cluster.models import StoredModel, installed, served_name
 from cluster.storage import Home
@@ -69,7 +71,7 @@ def plan(recipe: Recipe, home: Home, folder: Path) -> list[Line]:
         shape = read_shape(stored.path)
         lines.append(Line("model", "ok", f"{stored.name}, {shape.parameters / 1e6:.0f} M parameters"))
         lines.append(_fits(recipe, memory(recipe, shape)))
-    lines += [_data(recipe, home), _upload(folder), _disk(home)]
+    lines += [_data(recipe), _upload(folder), _disk(home)]
     return lines
 
 
@@ -77,12 +79,11 @@ def memory(recipe: Recipe, shape: Shape) -> Memory:
     """Peak of one rank. A frozen base counts its weights only; an adapter trains in fp32."""
     width = 2 if recipe.precision == "bf16" else 4
     trained = trainable(recipe, shape)
-    frozen = shape.parameters if recipe.adapter.kind == "lora" else 0
     shards = recipe.parallel.workers.max if recipe.parallel.strategy == "fsdp" else 1
     tokens = recipe.data.max_length * recipe.optimizer.micro_batch_size
     per_token_and_layer = shape.hidden * (34 + 5 * shape.heads * recipe.data.max_length / shape.hidden) * width / 2
     return Memory(
-        weights_gib=(frozen * width + trained * 4) / shards / GIB,
+        weights_gib=(shape.parameters * width + trained * 4) / shards / GIB,
         gradients_gib=trained * 4 / shards / GIB,
         optimizer_gib=trained * 8 / shards / GIB,
         activations_gib=tokens * shape.layers * per_token_and_layer / GIB,
@@ -90,9 +91,7 @@ def memory(recipe: Recipe, shape: Shape) -> Memory:
 
 
 def trainable(recipe: Recipe, shape: Shape) -> int:
-    """Parameters that learn: all, or r·(in + out) of every adapted matrix."""
-    if recipe.adapter.kind == "none":
-        return shape.parameters
+    """Parameters that learn: r·(in + out) of every adapted matrix."""
     return sum(recipe.adapter.r * (rows + columns) for rows, columns in shape.matrices)
 
 
@@ -102,12 +101,9 @@ def read_shape(folder: Path) -> Shape:
     parameters, matrices = 0, []
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="numpy") as weights:
-            for name in weights.keys():  # noqa: SIM118: safe_open is no mapping
+            for name in weights.keys():  # noqa: SIM118 (safe_open cannot be iterated)
                 size = weights.get_slice(name).get_shape()
-                count = 1
-                for extent in size:
-                    count *= extent
-                parameters += count
+                parameters += prod(size)
                 if len(size) == 2 and not any(part in name for part in _NOT_TRAINED_BY_LORA):
                     matrices.append((size[0], size[1]))
     return Shape(
@@ -173,28 +169,19 @@ def _fits(recipe: Recipe, need: Memory) -> Line:
         return Line("memory", "ok", f"fits: {found}")
     parts = {
         "lower optimizer.micro_batch_size or data.max_length": need.activations_gib,
-        "use adapter: {kind: lora}": need.gradients_gib + need.optimizer_gib,
+        "lower adapter.r": need.gradients_gib + need.optimizer_gib,
         "lower parallel.workers.max, or use a smaller base or precision: bf16": need.weights_gib,
     }
     return Line("memory", "red", f"does not fit: {found}", max(parts, key=lambda advice: parts[advice]))
 
 
-def _data(recipe: Recipe, home: Home) -> Line:
+def _data(recipe: Recipe) -> Line:
     source = recipe.data.train.source
-    made = (
-        sorted((home.data / Path(source).stem).glob("*/manifest.json"))
-        if (home.data / Path(source).stem).is_dir()
-        else []
-    )
-    if made:
-        return Line("data", "ok", f"{source}: {len(made)} versions in the store")
     if Path(source).exists():
         return Line("data", "ok", f"{source} is there and will be read")
-    from actors.data.sources import MINED  # light: the names only
-
-    if source in MINED:
+    if source in MINERS:
         return Line("data", "ok", f"{source} will be mined from the installed packages")
-    return Line("data", "red", f"there is no {source}", f"Give a path, or one of: {', '.join(sorted(MINED))}.")
+    return Line("data", "red", f"there is no {source}", f"Give a path, or one of: {', '.join(sorted(MINERS))}.")
 
 
 def _upload(folder: Path) -> Line:
@@ -212,6 +199,4 @@ def _disk(home: Home) -> Line:
     free_gib = psutil.disk_usage(str(root)).free / GIB
     if free_gib >= 5:
         return Line("disk", "ok", f"{free_gib:.0f} GiB free for {home.root}")
-    return Line(
-        "disk", "red", f"{free_gib:.1f} GiB free for {home.root}", "Free 5 GiB, or set FLYWHEEL_HOME elsewhere."
-    )
+    return Line("disk", "red", f"{free_gib:.1f} GiB free for {home.root}", "Free 5 GiB, or set FLYWHEEL_HOME.")

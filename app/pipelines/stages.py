@@ -4,20 +4,17 @@ This is a composition root: it hands parts to parts and decides nothing itself. 
 stands on; each stage returns a frozen result that the next one takes.
 """
 
-import getpass
 import hashlib
 import json
 from dataclasses import dataclass
 from functools import partial
 
-from actors.data.build import build
-from actors.data.prepare import prepare
 from actors.evaluation.evaluate import evaluate as run_suites
 from actors.evaluation.report import EvaluationReport
-from actors.training.controller import TrainingResult, new_run_id
-from actors.training.controller import train as run_training
 
+from actors.data.build import build
 from actors.data.examples import ChatExample, read
+from actors.data.prepare import prepare
 from actors.data.version import DataVersion
 from actors.registry.client import RegistryClient
 from actors.registry.state import (
@@ -30,13 +27,15 @@ from actors.registry.state import (
     Version,
     VersionFact,
 )
+from actors.training.controller import TrainingResult, new_run_id
+from actors.training.controller import train as run_training
 from app.pipelines.provenance import code_commit
 from app.recipe import Recipe
 from cluster.errors import ConfigError, FlywheelError
 from cluster.models import StoredModel, obtain
 from cluster.progress import Progress, Sink
 from cluster.storage import Home
-from cluster.tracking import MlflowTracker
+from cluster.tracking import Tracker
 
 CANDIDATE = "adapter"
 BASE = "base"
@@ -49,7 +48,8 @@ class Ground:
     recipe: Recipe
     home: Home
     registry: RegistryClient
-    tracker: MlflowTracker
+    tracker: Tracker
+    tracking_uri: str
     sink: Sink
 
 
@@ -104,7 +104,7 @@ def held_out(ground: Ground, examples: DataVersion) -> list[ChatExample]:
     if not chats:
         raise ConfigError(
             f"{version.id} has no chat examples in its {measure.split} split to evaluate on.",
-            hint="Point data.eval at a chat dataset, or lower data.test_fraction's counterpart: give it more rows.",
+            hint="Point data.eval at a chat dataset, or give the source more rows.",
         )
     return chats
 
@@ -114,7 +114,10 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
     recipe, registry = ground.recipe, ground.registry
     run_id = new_run_id(recipe.name)
     settings = recipe.model_dump(mode="json", by_alias=True)
-    tracking_run = ground.tracker.begin_run(recipe.name, run_id, params=_flat(settings))
+    commit = code_commit()
+    tracking_run = ground.tracker.begin_run(
+        run_id, experiment=recipe.name, params=_flat(settings), tags={"flywheel.commit": commit}
+    )
     registry.begin_run(
         RunFact(
             id=run_id,
@@ -124,7 +127,7 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
             data_version=data.tokens.id,
             recipe=settings,
             recipe_digest=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
-            code_commit=code_commit(),
+            code_commit=commit,
             tracking_run=tracking_run,
         )
     )
@@ -136,7 +139,7 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
             base=base,
             data=data.tokens,
             home=ground.home,
-            tracking_uri=ground.tracker.uri,
+            tracking_uri=ground.tracking_uri,
             tracking_run_id=tracking_run,
             sink=ground.sink,
             on_checkpoint=partial(_record_checkpoint, registry, run_id),
@@ -150,14 +153,14 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
         )
         raise
     except FlywheelError as error:
-        _end(ground, run_id, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=error.message))
+        _end(ground, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=error.message))
         raise
     except BaseException as error:
         verdict = f"{type(error).__name__}: {error}"
-        _end(ground, run_id, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=verdict))
+        _end(ground, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=verdict))
         raise
     verdict = f"{result.steps} steps, loss {result.loss_first:.3f} → {result.loss_last:.3f}"
-    _end(ground, run_id, tracking_run, RunEnded(run_id=run_id, status="completed", verdict=verdict))
+    _end(ground, tracking_run, RunEnded(run_id=run_id, status="completed", verdict=verdict))
     return result
 
 
@@ -211,9 +214,7 @@ def register(
         return Registration(version, None, "the recipe moves no alias")
     if not report.verdict.passed:
         return Registration(version, None, report.verdict.reason)
-    move = ground.registry.promote(
-        wanted.name, wanted.on_pass, version.number, by=getpass.getuser(), why=report.verdict.reason
-    )
+    move = ground.registry.promote(wanted.name, wanted.on_pass, version.number, why=report.verdict.reason)
     return Registration(version, move, report.verdict.reason)
 
 
@@ -237,7 +238,7 @@ def _record_checkpoint(
     registry.checkpoint(CheckpointFact(id=checkpoint_id, run_id=run_id, step=step, path=path, metrics=metrics))
 
 
-def _end(ground: Ground, run_id: str, tracking_run: str, ended: RunEnded) -> None:
+def _end(ground: Ground, tracking_run: str, ended: RunEnded) -> None:
     ground.registry.end_run(ended)
     ground.tracker.end_run(tracking_run, ended.status)
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from actors.evaluation.report import EvaluationReport
+
 from actors.registry.client import RegistryClient
 from actors.training.controller import TrainingResult
-
 from app.display import Display
 from app.pipelines import stages
 from app.pipelines.stages import Data, Ground, Registration
@@ -32,8 +32,8 @@ class Turn:
 @contextmanager
 def ground(recipe: Recipe, home: Home, display: Display) -> Iterator[Ground]:
     """The registry and the tracker of this home, on the Ray session that is connected."""
-    tracker = MlflowTracker(prepare_tracking(home))
-    yield Ground(recipe, home, RegistryClient.start(home), tracker, display)
+    uri = prepare_tracking(home)
+    yield Ground(recipe, home, RegistryClient.start(home), MlflowTracker(uri), uri, display)
 
 
 def run(recipe: Recipe, home: Home, display: Display, *, evaluate: bool = True) -> Turn:

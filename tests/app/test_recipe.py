@@ -1,0 +1,37 @@
+"""A recipe composes its parts and sees what none of them can."""
+
+from pathlib import Path
+
+import pytest
+
+from app import recipe as recipes
+from cluster.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", sorted(recipes.shipped()))
+def test_every_shipped_recipe_loads_under_its_own_name(name: str) -> None:
+    assert recipes.load(name).name == name
+
+
+def test_overrides_reach_the_parts() -> None:
+    recipe = recipes.load("error-triage", ["optimizer.learning_rate=5e-5", "serve.gateway.port=8123"])
+    assert recipe.optimizer.learning_rate == 5e-5
+    assert recipe.serve is not None
+    assert recipe.serve.gateway.port == 8123
+
+
+def test_an_adapter_the_engine_could_not_load_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.r 32 is more than serve\.llm\.max_lora_rank 16"):
+        recipes.load("error-triage", ["adapter.r=32"])
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size 5 is not divisible by 2 workers"):
+        recipes.load("error-triage", ["optimizer.global_batch_size=5"])
+
+
+def test_an_unknown_recipe_lists_the_shipped_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipes.load(tmp_path / "none.yaml")
+    assert "none.yaml" in caught.value.message
+    assert "error-triage" in str(caught.value.hint)
