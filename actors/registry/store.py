@@ -111,7 +111,7 @@ class SqlEventStore:
                         "seq": e.seq,
                         "kind": e.fact.event,
                         "body": encode(e.fact),
-                        "at": e.at.isoformat(),
+                        "at": e.at.isoformat(timespec="microseconds"),
                         "by": by,
                     }
                     for e in events
