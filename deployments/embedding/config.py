@@ -21,3 +21,5 @@ class EmbeddingConfig(Config):
     """Texts that may wait; beyond, 503 with Retry-After."""
     replicas: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)
+    gpus: float = Field(default=0, ge=0)
+    """Share of a GPU for each replica; 0: it works on the CPU."""

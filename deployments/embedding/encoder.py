@@ -1,0 +1,103 @@
+"""A sentence-transformers model as two plain functions: texts → token ids, token ids → vectors.
+
+The model's own modules decide pooling and normalisation; this file only feeds them, so that a vector does
+not depend on which other texts were in its batch. It knows no queue, no Ray and no HTTP.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+from transformers.utils import logging as transformers_logging
+
+from cluster.errors import ConfigError
+from cluster.vectors.port import Vectors
+
+
+class Encoder:
+    """One embedding model on `device`.
+
+    `max_tokens` shortens the model's own limit; it cannot lengthen it. Raises `ConfigError` for a folder
+    that holds no text embedder, or for a limit that the model does not have.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: Literal["bfloat16", "float32"],
+        max_tokens: int | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
+    ) -> None:
+        # A replica's log is no place for a progress bar.
+        transformers_logging.disable_progress_bar()
+        try:
+            self._model = SentenceTransformer(
+                str(path),
+                device=device,
+                local_files_only=True,
+                model_kwargs={"dtype": getattr(torch, dtype)},
+            ).eval()
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{path} cannot be loaded as a sentence-transformers model: {error}",
+                hint="Give a folder with modules.json, or one of the catalog's embedders.",
+            ) from None
+        self._tokenizer = self._model.tokenizer
+        self.max_tokens = _limit(path, max_tokens, self._model.max_seq_length)
+        self.dimension = int(self._model.get_embedding_dimension())
+        self.normalized = any(isinstance(module, Normalize) for module in self._model)
+        self.prompt = str(self._model.prompts.get(self._model.default_prompt_name) or "")
+        if self.prompt and any(isinstance(one, Pooling) and not one.include_prompt for one in self._model):
+            raise ConfigError(
+                f"{path} leaves its prompt out of the pooling, which is not supported.",
+                hint="Set include_prompt in its pooling config, or use another model.",
+            )
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text with the model's prompt and special tokens, whole, however long."""
+        # verbose: it would warn of texts that are too long; what to do with them is the caller's decision.
+        read = self._tokenizer([self.prompt + text for text in texts], verbose=False)
+        return [list(ids) for ids in read["input_ids"]]
+
+    def shorten(self, text: str) -> list[int]:
+        """Token ids of the beginning of `text`, as many as the model reads, special tokens included."""
+        read = self._tokenizer(self.prompt + text, truncation=True, max_length=self.max_tokens)
+        return list(read["input_ids"])
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below this."""
+        return int(self._model[0].model.config.vocab_size)
+
+    @torch.inference_mode()
+    def encode(self, token_ids: Sequence[Sequence[int]]) -> Vectors:
+        """Vectors [N, D] float32 of N token id lists, in one forward pass padded to the longest."""
+        padded = self._tokenizer.pad({"input_ids": [list(ids) for ids in token_ids]}, return_tensors="pt")
+        features = {
+            name: padded[name].to(self._model.device) for name in ("input_ids", "attention_mask") if name in padded
+        }
+        transformer, *rest = self._model
+        features = transformer(features)
+        # Sums over tokens in float32: pooled in bfloat16, vectors lose two digits.
+        features["token_embeddings"] = features["token_embeddings"].float()
+        for module in rest:
+            features = module(features)
+        return np.asarray(features["sentence_embedding"].float().cpu().numpy(), dtype=np.float32)
+
+
+def _limit(path: Path, wanted: int | None, own: int | None) -> int:
+    if own is None:
+        if wanted is None:
+            raise ConfigError(f"{path} names no longest input.", hint="Set serve.embedding.max_tokens.")
+        return wanted
+    if wanted is not None and wanted > own:
+        raise ConfigError(
+            f"max_tokens is {wanted}, but {path.name} reads {own} tokens at the most.",
+            hint=f"Set serve.embedding.max_tokens to {own} or less, or leave it out.",
+        )
+    return min(wanted or own, own)

@@ -1,0 +1,176 @@
+"""The embedding deployment: texts in, vectors out, many callers sharing each pass through the model.
+
+It reads and checks inputs, and waits; the model is in `encoder`, the batches in `queue` and `batching`.
+It knows no HTTP and no collection.
+"""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from cluster import environment, models
+from cluster.errors import ConfigError, RequestError
+from cluster.storage import Home
+from cluster.vectors.port import Fingerprint
+from deployments.embedding.config import EmbeddingConfig
+from deployments.embedding.port import Embedded, EmbedderInfo, Inputs
+from deployments.embedding.queue import EmbeddingQueue
+
+NAME = "embedding"
+ONGOING_REQUESTS = 256
+"""Calls that one replica has in hand. The bound that matters is `max_queued`, in texts."""
+HEALTH_PERIOD_S = 5
+START_TRIES = 2
+
+
+def build(config: EmbeddingConfig) -> Application:
+    """The deployment of one embedding model."""
+    return (
+        serve.deployment(EmbeddingServer)
+        .options(
+            name=NAME,
+            num_replicas=config.replicas,
+            max_ongoing_requests=ONGOING_REQUESTS,
+            health_check_period_s=HEALTH_PERIOD_S,
+            max_constructor_retry_count=START_TRIES,
+            ray_actor_options={
+                "num_cpus": config.threads,
+                "num_gpus": config.gpus,
+                "runtime_env": {"env_vars": environment.for_workers()},
+            },
+        )
+        .bind(config)
+    )
+
+
+class EmbeddingServer:
+    """One embedding model, loaded once; `embed` may be called by many at the same time.
+
+    Raises `ConfigError` if `config.model` names no text embedder or `max_tokens` is more than it reads.
+    """
+
+    def __init__(self, config: EmbeddingConfig, home: Home | None = None) -> None:
+        # Heavy, and needed by the replica only: whoever builds the application does not load torch.
+        import torch
+
+        from deployments.embedding.encoder import Encoder
+
+        model = models.obtain(config.model, home or Home.current())
+        if model.kind != "sentence-embedder":
+            raise ConfigError(
+                f"serve.embedding.model is {config.model!r}, a {model.kind}.",
+                hint="Give a sentence-transformers model, for example all-minilm-l6-v2.",
+            )
+        torch.set_num_threads(config.threads)
+        self._encoder = Encoder(
+            model.path,
+            dtype=config.dtype,
+            max_tokens=config.max_tokens,
+            device="cuda" if config.gpus else "cpu",
+        )
+        self._info = EmbedderInfo(
+            name=model.name,
+            digest=model.digest,
+            dimension=self._encoder.dimension,
+            max_tokens=self._encoder.max_tokens,
+            fingerprint=Fingerprint(
+                model=model.name,
+                digest=model.digest,
+                dimension=self._encoder.dimension,
+                normalized=self._encoder.normalized,
+                prompt=self._encoder.prompt,
+            ),
+        )
+        self._max_inputs = config.max_queued
+        self._queue = EmbeddingQueue(
+            self._encoder.encode,
+            batch_tokens=config.batch_tokens,
+            batch_wait_s=config.batch_wait_s,
+            max_queued=config.max_queued,
+        )
+        # One thread: a fast tokenizer keeps its truncation setting in itself and may not be used by two.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def embed(self, texts: Inputs, *, truncate: bool = False) -> Embedded:
+        """The vectors of `texts`, which are strings or lists of token ids (special tokens included).
+
+        Raises `RequestError` 400 if there are none, if one is too long (`context_length_exceeded`, naming
+        which) and `truncate` does not allow to read only its beginning, or if token ids are not the model's;
+        `CapacityError` 503 if too many texts wait already.
+        """
+        self._require_inputs(texts)
+        reading = asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts, truncate)
+        token_ids = await reading
+        vectors = await asyncio.wrap_future(self._queue.submit(token_ids))
+        return Embedded(vectors, [len(ids) for ids in token_ids], self._info.fingerprint)
+
+    async def info(self) -> EmbedderInfo:
+        """Name, digest, dimension, longest input and fingerprint of the model."""
+        return self._info
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts for health and for people, as plain data."""
+        return {
+            "model": self._info.name,
+            "digest": self._info.digest,
+            "dimensions": self._info.dimension,
+            "max_tokens": self._info.max_tokens,
+            "fingerprint": {"id": self._info.fingerprint.id, **asdict(self._info.fingerprint)},
+            "waiting": self._queue.waiting,
+        }
+
+    async def check_health(self) -> None:
+        """Called by Serve: a replica whose queue does not move is replaced."""
+        if not self._queue.alive:
+            raise RuntimeError("the embedding thread has ended")
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._queue.close()
+        self._reader.shutdown()
+
+    def _require_inputs(self, texts: Inputs) -> None:
+        if not texts:
+            raise RequestError("There is nothing to embed: the input is empty.", param="input")
+        if len(texts) > self._max_inputs:
+            raise RequestError(
+                f"{len(texts)} inputs in one call; at most {self._max_inputs} are taken.",
+                param="input",
+                hint="Send them in several calls.",
+            )
+
+    def _read(self, texts: Inputs, truncate: bool) -> list[list[int]]:
+        """Token ids of each input, none longer than the model reads."""
+        strings = [text for text in texts if isinstance(text, str)]
+        if len(strings) == len(texts):
+            read = self._encoder.tokenize(strings)
+        else:
+            read = [self._known_ids(index, ids) for index, ids in enumerate(texts)]
+        limit = self._info.max_tokens
+        for index, ids in enumerate(read):
+            if len(ids) <= limit:
+                continue
+            if not truncate:
+                raise RequestError(
+                    f"Input {index} has {len(ids)} tokens; {self._info.name} reads at most {limit}.",
+                    param=f"input[{index}]",
+                    code="context_length_exceeded",
+                    hint="Split the text, or allow it to be truncated.",
+                )
+            text = texts[index]
+            read[index] = self._encoder.shorten(text) if isinstance(text, str) else ids[:limit]
+        return read
+
+    def _known_ids(self, index: int, ids: Any) -> list[int]:
+        size = self._encoder.vocabulary_size
+        if isinstance(ids, str) or not ids or not all(isinstance(one, int) and 0 <= one < size for one in ids):
+            raise RequestError(
+                f"Input {index} is not a list of token ids from 0 to {size - 1}.",
+                param=f"input[{index}]",
+                hint="Give only strings, or only lists of token ids of this model's tokenizer.",
+            )
+        return list(ids)

@@ -1,0 +1,53 @@
+"""Documents in: embedded, written, and acknowledged only when every later search can find them.
+
+It knows an embedder and a store by their ports; neither Ray nor Milvus.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from cluster.errors import RequestError
+from cluster.vectors.port import VectorStore, require_same
+from deployments.embedding.port import Embedder
+from deployments.search import collections
+from deployments.search.collections import Document
+
+
+class Writer:
+    """Writes documents by id. The same write again, after whatever failure, ends in the same state."""
+
+    def __init__(self, embedder: Embedder, store: VectorStore) -> None:
+        self._embedder = embedder
+        self._store = store
+
+    async def write(self, collection: str, documents: Sequence[Document], *, truncate: bool) -> int:
+        """Write `documents`, making the collection if there is none. Returns how many were written.
+
+        Raises `RequestError` 409 if the collection was made by another model, 400 if a text is too long for
+        the embedder and `truncate` does not allow to find it by its beginning only.
+        """
+        await self._require_same_model(collection)
+        texts = [document.text for document in documents]
+        try:
+            embedded = await self._embedder.embed(texts, truncate=truncate)
+        except RequestError as error:
+            if error.param and error.param.startswith("input["):
+                # The client sent documents; "input" is the embedder's word for them.
+                error.param = error.param.replace("input", "documents", 1) + ".text"
+                error.hint = "Split the document, or set serve.search.long_documents: truncate."
+            raise
+        spec = collections.spec(collection, embedded.fingerprint)
+        await asyncio.to_thread(self._store.create, spec)
+        rows = collections.records(documents, embedded.vectors)
+        return await asyncio.to_thread(self._store.upsert, collection, rows)
+
+    async def _require_same_model(self, collection: str) -> None:
+        """Refuse before the work, and without making a collection that a failing write would leave empty."""
+        wanted = collections.spec(collection, (await self._embedder.info()).fingerprint)
+        try:
+            existing = await asyncio.to_thread(self._store.describe, collection)
+        except RequestError as error:
+            if error.code != "collection_not_found":
+                raise
+            return
+        require_same(existing, wanted)

@@ -1,0 +1,109 @@
+"""The queue in front of the model: order, bounds, failures and departures. The model is a plain function."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from cluster.errors import CapacityError
+from cluster.vectors.port import Vectors
+from deployments.embedding.queue import EmbeddingQueue
+
+
+class Model:
+    """Turns each list of ids into [sum, length]; can be held, and can fail."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.free = threading.Event()
+        self.free.set()
+        self.entered = threading.Event()
+
+    def __call__(self, token_ids: list[Sequence[int]]) -> Vectors:
+        self.entered.set()
+        self.batches.append([len(ids) for ids in token_ids])
+        assert self.free.wait(5)
+        if any(13 in ids for ids in token_ids):
+            raise ValueError("unlucky")
+        return np.array([[sum(ids), len(ids)] for ids in token_ids], dtype=np.float32)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def queue(model: Model) -> Iterator[EmbeddingQueue]:
+    made = EmbeddingQueue(model, batch_tokens=100, batch_wait_s=0.01, max_queued=10)
+    yield made
+    model.free.set()
+    made.close()
+
+
+def test_vectors_come_back_in_the_order_of_the_texts(queue: EmbeddingQueue) -> None:
+    texts = [[1] * 90, [2], [3] * 50, [4, 4]]
+    vectors = queue.submit(texts).result(5)
+    assert vectors.tolist() == [[90, 90], [2, 1], [150, 50], [8, 2]]
+    assert vectors.dtype == np.float32
+
+
+def test_callers_that_come_together_share_a_batch(model: Model) -> None:
+    queue = EmbeddingQueue(model, batch_tokens=100, batch_wait_s=0.5, max_queued=10)
+    first, second = queue.submit([[1, 1]]), queue.submit([[2, 2]])
+    assert first.result(5).tolist() == [[2, 2]]
+    assert second.result(5).tolist() == [[4, 2]]
+    assert model.batches == [[2, 2]]
+    queue.close()
+
+
+def test_a_full_batch_does_not_wait_for_company(model: Model) -> None:
+    queue = EmbeddingQueue(model, batch_tokens=4, batch_wait_s=60, max_queued=10)
+    assert queue.submit([[1, 1], [2, 2]]).result(5).tolist() == [[2, 2], [4, 2]]
+    queue.close()
+
+
+def test_beyond_the_bound_all_texts_of_a_call_are_refused(queue: EmbeddingQueue, model: Model) -> None:
+    model.free.clear()
+    held = queue.submit([[1]])
+    assert model.entered.wait(5)
+    waiting = queue.submit([[2]] * 8)
+    with pytest.raises(CapacityError, match="8 texts wait") as caught:
+        queue.submit([[3]] * 3)
+    assert caught.value.retry_after_s >= 1
+    assert queue.waiting == 8
+    last = queue.submit([[4]] * 2)
+    model.free.set()
+    assert [len(future.result(5)) for future in (held, waiting, last)] == [1, 8, 2]
+
+
+def test_a_failing_batch_fails_its_callers_only(queue: EmbeddingQueue) -> None:
+    bad = queue.submit([[13] * 80, [1]])
+    with pytest.raises(ValueError, match="unlucky"):
+        bad.result(5)
+    assert queue.submit([[1, 1]]).result(5).tolist() == [[2, 2]]
+    assert queue.alive
+
+
+def test_who_leaves_takes_his_waiting_texts_along(queue: EmbeddingQueue, model: Model) -> None:
+    model.free.clear()
+    held = queue.submit([[1]])
+    assert model.entered.wait(5)
+    gone, stays = queue.submit([[5] * 50]), queue.submit([[7]])
+    assert gone.cancel()
+    model.free.set()
+    assert held.result(5).tolist() == [[1, 1]]
+    assert stays.result(5).tolist() == [[7, 1]]
+    assert [50] not in model.batches
+
+
+def test_closing_tells_those_who_wait(model: Model) -> None:
+    queue = EmbeddingQueue(model, batch_tokens=100, batch_wait_s=60, max_queued=10)
+    waiting = queue.submit([[1]])
+    queue.close()
+    with pytest.raises(CapacityError, match="stopping"):
+        waiting.result(5)
+    with pytest.raises(CapacityError, match="stopping"):
+        queue.submit([[1]])
+    assert not queue.alive
