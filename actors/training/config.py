@@ -14,9 +14,9 @@ class ObjectiveConfig(Config):
 
 
 class AdapterConfig(Config):
-    """Which weights learn: a LoRA adapter (Hu et al. 2021, arXiv:2106.09685) or all of them."""
+    """Which weights learn: a LoRA adapter (Hu et al. 2021, arXiv:2106.09685) beside a frozen base."""
 
-    kind: Literal["lora", "none"] = "lora"
+    kind: Literal["lora"] = "lora"
     r: int = Field(default=16, ge=1, le=256)
     alpha: int = Field(default=32, ge=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -83,7 +83,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _divisible(self) -> Self:
         batch, micro = self.optimizer.global_batch_size, self.optimizer.micro_batch_size
-        for workers in {self.parallel.workers.min, self.parallel.workers.max}:
+        for workers in range(self.parallel.workers.min, self.parallel.workers.max + 1):
             if batch % (workers * micro):
                 raise ValueError(
                     f"global_batch_size {batch} is not divisible by {workers} workers × micro_batch_size {micro}"

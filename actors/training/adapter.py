@@ -1,0 +1,82 @@
+"""The LoRA adapter: attach it to a frozen base, take its weights out, write it in the form that PEFT and vLLM load.
+
+Knows transformers and PEFT. Does not know how the model is spread over workers: it is given whole tensors.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.helpers import disable_input_dtype_casting
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from actors.training.config import AdapterConfig
+from cluster.errors import ConfigError
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def load_base(path: Path, precision: str) -> Any:
+    """The base model in the folder `path`, its weights in `precision`, every weight frozen by `attach`."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, local_files_only=True)
+
+
+def attach(model: Any, config: AdapterConfig, *, base_name: str, seed: int) -> Any:
+    """`model` as a PEFT model with a fresh adapter in fp32; equal seeds give equal adapters.
+
+    The adapter's weights stay in fp32 also beside a bf16 base: at the small learning rates of a schedule's end
+    bf16 would round the updates away. Autocast runs its matrix products in bf16 (`same_dtype_inputs`).
+    """
+    torch.manual_seed(seed)
+    lora = LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = get_peft_model(model, lora)
+    except ValueError as error:
+        linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        raise ConfigError(
+            f"adapter.target_modules {config.target_modules!r} does not fit {base_name}: {str(error).splitlines()[0]}",
+            hint=f"Use all-linear, or some of: {', '.join(sorted(linear))}.",
+        ) from None
+    settled = adapted.peft_config["default"]
+    settled.base_model_name_or_path = base_name
+    # PEFT holds the full names of all-linear's layers in a set: long, and in another order in every process.
+    settled.target_modules = sorted({name.rpartition(".")[2] for name in settled.target_modules})
+    return adapted
+
+
+def same_dtype_inputs(adapted: Any) -> Any:
+    """A context in which PEFT leaves a layer's input in the base's dtype.
+
+    By default PEFT turns the input of every adapted layer into the adapter's dtype (fp32) and autocast turns it
+    back: two copies per layer that change nothing.
+    """
+    return disable_input_dtype_casting(adapted)
+
+
+def state(adapted: Any) -> dict[str, torch.Tensor]:
+    """The adapter's weights under the names that PEFT and vLLM read (DTensors where the model is sharded)."""
+    # By default PEFT asks the hub whether the base's vocabulary has changed. We never train embeddings.
+    return dict(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+
+
+def save(adapted: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write `weights` (whole tensors) and the adapter's config into `folder`, without any pickle."""
+    folder.mkdir(parents=True)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(plain, folder / WEIGHTS, metadata={"format": "pt"})
+    adapted.peft_config["default"].save_pretrained(str(folder))
+
+
+def load(adapted: Any, folder: Path) -> None:
+    """Put the weights in `folder` into `adapted`, which is not yet sharded."""
+    set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))

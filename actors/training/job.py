@@ -1,0 +1,66 @@
+"""What the driver tells its workers and hears back: plain picklable values, readable without torch or Ray."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.training.config import TrainConfig
+from cluster.errors import FlywheelError
+from cluster.progress import Sink
+
+OnCheckpoint = Callable[[str, int, str, Mapping[str, float]], None]
+"""Called on rank 0 with (checkpoint id, step, folder, metrics) once the checkpoint is durable.
+
+May be called again for the same checkpoint after a restart, so it must be idempotent. Must be picklable."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a worker is told. `rows` are those of the training split, before any cut to whole batches."""
+
+    config: TrainConfig
+    run_id: str
+    base_name: str
+    base_path: Path
+    rows: int
+    run_folder: Path
+    tracking_uri: str
+    tracking_run_id: str
+    sink: Sink
+    on_checkpoint: OnCheckpoint
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: `step` optimizer steps are done, `rows` rows of the feed are used.
+
+    Losses are means over one step's loss tokens, in nats; NaN before the first step.
+    """
+
+    run_id: str
+    step: int
+    rows: int
+    loss_first: float
+    loss_last: float
+    loss_tokens: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run that reached its last step leaves. `tokens_per_s` is over all workers, without the start."""
+
+    position: Position
+    checkpoint_id: str
+    adapter: Path
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that another try would only repeat. Returned, not raised: Ray Train retries what is raised."""
+
+    error: FlywheelError
+
+
+def checkpoint_id(run_id: str, step: int) -> str:
+    return f"{run_id}/step-{step}"

@@ -1,0 +1,236 @@
+"""What every training worker does, from base model to last checkpoint. `train` is the recipe; read it first.
+
+The recipe knows neither Ray nor MLflow: it gets a feed and a `Reporter`. `run` at the end of the file is the
+shell that Ray Train calls. Every rank runs the same code in the same order; only rank 0 speaks and writes.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed
+
+from actors.training import adapter, batching, checkpoint, objectives, optimizer, strategies
+from actors.training.batching import MicroBatch
+from actors.training.job import Job, Outcome, Position, Refusal, checkpoint_id
+from actors.training.metrics import MetricLog
+from actors.training.objectives import sft
+from actors.training.steps import StepPlan
+from cluster.errors import FlywheelError, TrainingError
+from cluster.progress import Progress
+from cluster.tracking import MlflowTracker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which worker this is."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+Feed = Callable[[StepPlan, int], Iterator[MicroBatch]]
+"""Called with the plan and a step: this worker's micro-batches from that step on, without end."""
+
+
+class Reporter(Protocol):
+    """Where a worker's news goes. `checkpoint` is called on every rank, `step` on rank 0."""
+
+    def step(self, position: Position, metrics: Mapping[str, float]) -> None: ...
+
+    def checkpoint(self, position: Position, folder: Path, metrics: Mapping[str, float]) -> None: ...
+
+
+def train(job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | None) -> Outcome:
+    """The recipe. `resume` is the folder of a checkpoint of the same run."""
+    config = job.config
+    plan = StepPlan(
+        rows=job.rows,
+        steps=config.steps,
+        global_batch_size=config.optimizer.global_batch_size,
+        micro_batch_size=config.optimizer.micro_batch_size,
+        world_size=place.world_size,
+    )
+    base = adapter.load_base(job.base_path, config.precision)
+    model = adapter.attach(base, config.adapter, base_name=job.base_name, seed=config.seed)
+    if resume:
+        checkpoint.load_adapter(resume, model)
+    strategy = strategies.build(config.parallel.strategy, device=place.device, world_size=place.world_size)
+    module = strategy.wrap(objectives.build(config, model))
+    module.train()
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adamw = optimizer.build(config.optimizer, learning)
+    position = Position(job.run_id, step=0, rows=0, loss_first=math.nan, loss_last=math.nan, loss_tokens=0)
+    if resume:
+        position = checkpoint.read_position(resume, run_id=job.run_id)
+        checkpoint.load_optimizer(resume, model, adamw, strategy)
+        logger.info("run %s goes on after step %d", job.run_id, position.step)
+
+    batches = feed(plan, position.step)
+    folder, metrics = resume, {}
+    began_s, tokens_done = time.perf_counter(), 0.0
+    with adapter.same_dtype_inputs(model):
+        for step in range(position.step, plan.steps):
+            step_began_s = time.perf_counter()
+            rate = optimizer.learning_rate(config.optimizer, step, plan.steps)
+            optimizer.set_learning_rate(adamw, rate)
+            # The random numbers of a step depend on nothing before it, so a restart repeats its dropout exactly.
+            # (Python's hash of integers is the same in every process.)
+            torch.manual_seed(hash((config.seed, step, place.rank)))
+
+            micro = [next(batches).to(place.device) for _ in range(plan.accumulation)]
+            # The whole global batch is counted before the first backward: it is what each token's share is of.
+            loss_tokens, tokens = _total(place, sum(map(sft.count_loss_tokens, micro)), sum(b.tokens for b in micro))
+            if not loss_tokens:
+                raise TrainingError(
+                    f"Step {step + 1} has no token to learn from.", hint="Check the labels of the data version."
+                )
+            summed = 0.0
+            for index, batch in enumerate(micro):
+                with strategy.accumulating(module, last=index == plan.accumulation - 1):
+                    loss = module(batch.input_ids, batch.labels, batch.position_ids)
+                    # DDP and FSDP average over the workers; times world_size makes it the sum.
+                    (loss * (place.world_size / loss_tokens)).backward()
+                summed += loss.item()
+            norm = strategy.whole(torch.nn.utils.clip_grad_norm_(learning, config.optimizer.max_grad_norm)).item()
+            adamw.step()
+            adamw.zero_grad()
+
+            mean = _total(place, summed)[0] / loss_tokens
+            if not math.isfinite(mean) or not math.isfinite(norm):
+                raise TrainingError(
+                    f"The loss became {mean} (gradient norm {norm}) at step {step + 1}.",
+                    hint="Lower optimizer.learning_rate, lengthen optimizer.warmup_ratio, or use precision=fp32.",
+                )
+            now_s = time.perf_counter()
+            tokens_done += tokens
+            metrics = {
+                "loss": mean,
+                "learning_rate": rate,
+                "grad_norm": norm,
+                "epoch": (step + 1) / plan.steps_per_epoch,
+                "loss_tokens": loss_tokens,
+                "tokens_per_s": tokens / (now_s - step_began_s),
+            }
+            position = replace(
+                position,
+                step=step + 1,
+                rows=(step + 1) * plan.global_batch_size,
+                loss_first=mean if step == 0 else position.loss_first,
+                loss_last=mean,
+                loss_tokens=position.loss_tokens + int(loss_tokens),
+            )
+            if place.rank == 0:
+                report.step(position, metrics)
+            if position.step % config.checkpoint.every_steps == 0 or position.step == plan.steps:
+                folder = checkpoint.save(job.run_folder, position, model, adamw, strategy, rank=place.rank)
+                report.checkpoint(position, folder, metrics)
+    assert folder is not None  # steps >= 1, so there is a last checkpoint: saved here or resumed from
+    return Outcome(
+        position=position,
+        checkpoint_id=checkpoint_id(job.run_id, position.step),
+        adapter=folder / checkpoint.ADAPTER,
+        tokens_per_s=tokens_done / max(1e-9, time.perf_counter() - began_s),
+    )
+
+
+def _total(place: Place, *values: float) -> list[float]:
+    """Sums over all ranks, exact for counts below 2^53."""
+    if place.world_size == 1:
+        return list(values)
+    # NCCL has float64 too; MPS, which has not, has no process groups either.
+    total = torch.tensor(values, dtype=torch.float64, device=place.device)
+    torch.distributed.all_reduce(total)
+    return list(total.tolist())
+
+
+class _RayReporter:
+    """Progress to the person who waits, metrics to MLflow, checkpoints to Ray Train and the registry."""
+
+    def __init__(self, job: Job, place: Place) -> None:
+        self._job = job
+        self._place = place
+        self._metrics = (
+            MetricLog(lambda: MlflowTracker(job.tracking_uri), job.tracking_run_id) if place.rank == 0 else None
+        )
+        self._untold: list[tuple[str, int, str, dict[str, float]]] = []
+
+    def step(self, position: Position, metrics: Mapping[str, float]) -> None:
+        if self._metrics:
+            self._metrics.log(position.step, metrics)
+        self._job.sink(
+            Progress(
+                stage="train",
+                done=position.step,
+                total=self._job.config.steps,
+                rate=metrics["tokens_per_s"],
+                note=f"loss {metrics['loss']:.3f}",
+            )
+        )
+
+    def checkpoint(self, position: Position, folder: Path, metrics: Mapping[str, float]) -> None:
+        told = ray.train.Checkpoint(str(folder)) if self._place.rank == 0 else None
+        # The folder already lies where Ray Train keeps the run, published in one step: nothing to copy.
+        ray.train.report(
+            dict(metrics), checkpoint=told, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD
+        )
+        if self._place.rank == 0:
+            identity = checkpoint_id(position.run_id, position.step)
+            self._untold.append((identity, position.step, str(folder), dict(metrics)))
+            self._tell(last=position.step == self._job.config.steps)
+
+    def _tell(self, *, last: bool) -> None:
+        """Tell the registry; while it is away the news waits for the next checkpoint, and only the last insists."""
+        while self._untold:
+            try:
+                self._job.on_checkpoint(*self._untold[0])
+            except FlywheelError as error:
+                if last:
+                    raise
+                logger.warning("checkpoint %s is not yet told: %s", self._untold[0][0], error)
+                return
+            self._untold.pop(0)
+
+    def close(self) -> None:
+        if self._metrics:
+            self._metrics.close()
+
+
+def run(job: Job) -> Outcome | Refusal:
+    """The training function that Ray Train runs on every worker, again after each restart of the group."""
+    context = ray.train.get_context()
+    place = Place(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
+    if place.device.type == "cpu":
+        wanted = job.config.parallel.threads_per_worker
+        torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // context.get_local_world_size()))
+
+    def feed(plan: StepPlan, step: int) -> Iterator[MicroBatch]:
+        shard = ray.train.get_dataset_shard("train")
+
+        def epoch() -> Any:
+            return shard.iter_batches(batch_size=plan.micro_batch_size, batch_format="pyarrow", prefetch_batches=2)
+
+        return batching.micro_batches(epoch, plan, step)
+
+    committed = ray.train.get_checkpoint()
+    report = _RayReporter(job, place)
+    try:
+        return train(job, place, feed, report, Path(committed.path) if committed else None)
+    except FlywheelError as error:
+        if error.retryable:
+            raise
+        logger.error("rank %d: %s", place.rank, error)
+        return Refusal(error)
+    finally:
+        report.close()

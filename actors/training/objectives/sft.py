@@ -1,0 +1,65 @@
+"""Supervised fine-tuning: cross-entropy of the completion's tokens, computed only where there is one to learn.
+
+The objective is a module around the model, because DDP and FSDP hook into the forward of what they wrap.
+It gives a *sum*; the loop divides by the loss tokens of the whole global batch, so that neither accumulation
+nor the number of workers changes the gradient. It knows nothing about workers, steps or the optimizer.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from actors.training.batching import NO_LOSS, MicroBatch
+from cluster.errors import ConfigError
+
+_HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def targets(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """[B, T-1]: what position t must predict, or `NO_LOSS`.
+
+    The first token of a packed example is no target: the token before it belongs to another example.
+    """
+    following = labels[:, 1:]
+    return following.masked_fill(position_ids[:, 1:] == 0, NO_LOSS)
+
+
+def count_loss_tokens(batch: MicroBatch) -> int:
+    """Terms in the sum that `SftObjective` returns for `batch`."""
+    return int((targets(batch.labels, batch.position_ids) != NO_LOSS).sum())
+
+
+class SftObjective(torch.nn.Module):
+    """`model` is a causal language model of transformers, with its adapter in place.
+
+    Packing: transformers builds a block-diagonal causal mask from position ids that restart, but only when it
+    gets neither an attention mask nor a cache (`masking_utils._preprocess_mask_arguments`, 5.19).
+    """
+
+    def __init__(self, model: Any, precision: str) -> None:
+        super().__init__()
+        reshaped = [name for name in _HEAD_TRANSFORMS if getattr(model.config, name, None) is not None]
+        if reshaped:
+            raise ConfigError(
+                f"{model.config.model_type} models reshape their logits ({', '.join(reshaped)}), "
+                "which the sft objective does not do.",
+                hint="Choose another base model.",
+            )
+        self.model = model
+        self.precision = precision
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Summed cross-entropy in nats, fp32 scalar. Inputs are [B, T] int64.
+
+        Logits exist for the loss positions alone, [N, V] instead of [B, T, V].
+        """
+        low = self.precision == "bf16"
+        with torch.autocast(input_ids.device.type, torch.bfloat16) if low else nullcontext():
+            decoder = self.model.get_decoder()
+            hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+            wanted = targets(labels, position_ids)
+            learned = wanted != NO_LOSS
+            logits = self.model.get_output_embeddings()(hidden[:, :-1][learned])
+        return functional.cross_entropy(logits.float(), wanted[learned], reduction="sum")

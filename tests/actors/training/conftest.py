@@ -1,0 +1,34 @@
+"""A tiny Llama with random weights and packed rows for it: small enough for a whole run in a second."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.actors.training.small import VOCABULARY, packed_rows
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder: 2 layers, grouped-query attention, tied embeddings, fp32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rows() -> pa.Table:
+    """13 rows of 24 tokens: examples of 3 to 9 tokens, loss on the last third of each, padding at the end."""
+    return packed_rows(13, length=24, seed=7)

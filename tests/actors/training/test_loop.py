@@ -1,0 +1,101 @@
+"""The recipe: accumulation changes nothing, a run that is cut off goes on exactly, bad numbers end it at once."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from safetensors.torch import load_file
+
+from actors.training.config import TrainConfig
+from actors.training.job import Outcome
+from actors.training.loop import train
+from cluster.errors import ConfigError, TrainingError
+from tests.actors.training.small import HERE, Remembered, job, memory_feed, settings
+
+
+def learn(
+    config: TrainConfig,
+    base: Path,
+    rows: pa.Table,
+    folder: Path,
+    *,
+    resume: Path | None = None,
+    stop_after: int | None = None,
+) -> tuple[Outcome, Remembered]:
+    told = Remembered(stop_after)
+    outcome = train(job(config, base, folder, rows.num_rows), HERE, memory_feed(rows), told, resume)
+    return outcome, told
+
+
+def test_it_learns(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
+    outcome, told = learn(settings(steps=60), tiny_base, rows, tmp_path)
+    assert told.losses[-1] < 0.8 * told.losses[0]
+    assert outcome.position.loss_first == told.losses[0]
+    assert outcome.position.loss_last == told.losses[-1]
+    assert outcome.position.rows == 60 * 4
+    assert outcome.checkpoint_id == "tiny-1/step-60"
+    assert (outcome.adapter / "adapter_model.safetensors").is_file()
+
+
+def test_one_batch_of_eight_is_eight_of_one(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
+    traces = []
+    for micro in (1, 8):
+        optimizer = {"learning_rate": 2e-2, "global_batch_size": 8, "micro_batch_size": micro}
+        _, told = learn(settings(optimizer=optimizer, steps=6), tiny_base, rows, tmp_path / str(micro))
+        traces.append(told.losses)
+    assert traces[0] == pytest.approx(traces[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_run_cut_off_after_a_checkpoint_ends_as_if_it_had_not_been(
+    tiny_base: Path, rows: pa.Table, tmp_path: Path, dropout: float
+) -> None:
+    config = settings(adapter={"r": 4, "alpha": 8, "dropout": dropout})
+    whole, told = learn(config, tiny_base, rows, tmp_path / "whole")
+    cut = tmp_path / "cut"
+    with pytest.raises(KeyboardInterrupt):
+        learn(config, tiny_base, rows, cut, stop_after=4)
+    resumed, told_later = learn(config, tiny_base, rows, cut, resume=cut / "step-000004")
+    assert told_later.losses == told.losses[4:]
+    assert resumed.position == whole.position
+    weights = [load_file(outcome.adapter / "adapter_model.safetensors") for outcome in (whole, resumed)]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+def test_a_checkpoint_is_written_every_so_often_and_at_the_end(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
+    config = settings(checkpoint={"every_steps": 3}, steps=7)
+    _, told = learn(config, tiny_base, rows, tmp_path)
+    assert [folder.name for folder in told.checkpoints] == ["step-000003", "step-000006", "step-000007"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".partial")]
+
+
+def test_a_checkpoint_of_another_run_is_refused(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
+    config = settings(steps=2)
+    learn(config, tiny_base, rows, tmp_path)
+    other = job(config, tiny_base, tmp_path, rows.num_rows, run_id="tiny-2")
+    with pytest.raises(TrainingError, match="tiny-1"):
+        train(other, HERE, memory_feed(rows), Remembered(), tmp_path / "step-000002")
+
+
+def test_bf16_follows_fp32(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
+    _, exact = learn(settings(), tiny_base, rows, tmp_path / "fp32")
+    _, rounded = learn(settings(precision="bf16"), tiny_base, rows, tmp_path / "bf16")
+    assert rounded.losses == pytest.approx(exact.losses, rel=2e-2)
+
+
+def test_numbers_that_run_away_end_the_run_with_advice(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
+    optimizer = {"learning_rate": 1e30, "global_batch_size": 4, "max_grad_norm": 1e30}
+    with pytest.raises(TrainingError, match=r"The loss became .* at step \d") as caught:
+        learn(settings(optimizer=optimizer), tiny_base, rows, tmp_path)
+    assert "learning_rate" in str(caught.value.hint)
+
+
+def test_rows_without_a_loss_end_the_run(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
+    silent_rows = rows.set_column(1, "labels", pa.array([[-100] * 24] * rows.num_rows, pa.list_(pa.int32())))
+    with pytest.raises(TrainingError, match="no token to learn from"):
+        learn(settings(), tiny_base, silent_rows, tmp_path)
+
+
+def test_too_few_rows_are_the_users_to_mend(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 rows"):
+        learn(settings(), tiny_base, rows.slice(0, 3), tmp_path)
