@@ -6,6 +6,7 @@ Flywheel starts Ray in-process only when nobody names a cluster; what it started
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -95,6 +96,7 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
     }
     if owned:
         home.root.mkdir(parents=True, exist_ok=True)
+        _ensure_token()
         ray.init(address="local", num_cpus=num_cpus or default_cpus(), include_dashboard=True, **common)
     else:
         try:
@@ -109,6 +111,15 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
         yield _describe(ray, owned=owned)
     finally:
         ray.shutdown()
+
+
+def _ensure_token() -> None:
+    """Make the token of our own cluster. Ray makes one only in the user's home folder, and fails elsewhere."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", ""))
+    if path.name and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(path, secrets.token_hex(32))
+        path.chmod(0o600)
 
 
 def default_cpus() -> int:
