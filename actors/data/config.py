@@ -1,8 +1,8 @@
 """Settings of the data stage. Read without ray, torch or transformers."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cluster.config import Config
 
@@ -33,3 +33,12 @@ class DataConfig(Config):
     packing: bool = True
     """Put several examples into one sequence; they do not see each other."""
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _eval_is_held_out(self) -> Self:
+        if self.eval and (self.eval.source, self.eval.split) == (self.train.source, self.train.split):
+            raise ValueError(
+                f"eval reads the {self.train.split!r} split of {self.train.source!r}, which train reads; "
+                f"set eval.split to {'test' if self.train.split == 'train' else 'train'!r}"
+            )
+        return self

@@ -1,0 +1,230 @@
+"""From examples to a data version of the tokens stage: render, mask, tokenize, pack, publish.
+
+The shell around `chat` and `packing`; the only one that knows which Ray actors tokenize.
+"""
+
+import importlib.metadata
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from ray.data import ActorPoolStrategy
+
+from actors.data import chat, feed, packing, version
+from actors.data.build import version_name
+from actors.data.chat import RenderError
+from actors.data.config import DataConfig, Split
+from actors.data.packing import NO_LOSS, TokenizedExample
+from actors.data.rows import Rejected, turns
+from actors.data.version import DataVersion, SplitContent
+from cluster.errors import ConfigError
+from cluster.progress import Progress, Sink, silent
+from cluster.storage import Home, digest_file
+
+logger = logging.getLogger(__name__)
+
+_CODE = ("prepare.py", "chat.py", "packing.py", "rows.py")
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt", "*.model",
+)  # fmt: skip
+_BATCH_ROWS = 1000
+_ROWS_PER_ACTOR = 20_000
+_MAX_ACTORS = 8
+_TOKENIZED = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("id", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+        ("file", pa.string()),
+        ("line", pa.int32()),
+        ("group", pa.string()),
+    ]
+)
+
+
+def prepare(
+    examples: DataVersion, config: DataConfig, tokenizer_path: Path, home: Home, sink: Sink = silent
+) -> DataVersion:
+    """The tokens of both sides of `examples`, for the tokenizer in `tokenizer_path`; needs Ray.
+
+    A row has `input_ids`, `labels` (-100: no loss), `position_ids` (from 0 in each example), each
+    list<int32>[max_length], and the `sample_ids` it was made of. The limits of `config` count examples.
+    Examples that do not fit or cannot be masked are quarantined. If the same was prepared before, that version
+    is returned at once. Raises `ConfigError` if there is no usable tokenizer or nothing is left to train on.
+    """
+    if examples.stage != "examples" or examples.shape != "chat":
+        raise ConfigError(
+            f"{examples.id} holds {examples.shape} ({examples.stage}); only chat examples are made into tokens.",
+            hint="Use a source with messages, prompt/completion or instruction/output.",
+        )
+    limits = {split: limit_of(config, examples, split) for split in version.SPLITS}
+    settings: dict[str, Any] = {
+        "max_length": config.max_length,
+        "packing": config.packing,
+        "seed": config.seed,
+        "limits": limits,
+        "tokenizer": _tokenizer_digest(tokenizer_path),
+        "transformers": importlib.metadata.version("transformers"),
+        "code": version.code_digest(_CODE),
+    }
+    name = f"{examples.name}.tokens"
+    fingerprint = version.digest_of(name, examples.digest, settings)
+    if (existing := version.find(home, name, fingerprint)) is not None:
+        sink(Progress(stage="prepare", done=1, total=1, unit="versions", note=f"{existing.id} exists already"))
+        return existing
+    tokenizer = chat.load_tokenizer(tokenizer_path)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if pad_id is None:
+        raise ConfigError(
+            f"The tokenizer in {tokenizer_path} has neither a padding nor an end token.",
+            hint="Set pad_token in its tokenizer_config.json.",
+        )
+    contents: dict[Split, SplitContent] = {}
+    rejected: list[Rejected] = []
+    for split in version.SPLITS:
+        tokenized = _tokenized(examples, split, home, limits[split], tokenizer_path, sink)
+        usable = []
+        for one in tokenized:
+            fault = _fault(one, config.max_length)
+            if fault is None:
+                usable.append(one)
+            else:
+                rejected.append(Rejected(*fault, one["file"], one["line"], one["id"]))
+        contents[split] = _content(usable, config, pad_id)
+    if not contents["train"].examples:
+        reasons = ", ".join(sorted({one.reason for one in rejected})) or "there are none"
+        raise ConfigError(
+            f"No example of {examples.id} can be trained on: {reasons}.",
+            hint="Raise data.max_length, or look at the examples with `flywheel data show`.",
+        )
+    prepared = version.store(
+        home,
+        name=name,
+        stage="tokens",
+        shape="chat",
+        parent=examples.id,
+        contents=contents,
+        rejected=rejected,
+        dropped={},
+        config=settings,
+        fingerprint=fingerprint,
+    )
+    logger.info("data version %s of %s", prepared.id, examples.id)
+    return prepared
+
+
+def limit_of(config: DataConfig, examples: DataVersion, split: Split) -> int | None:
+    """How many examples of this side the recipe asks for; None is all."""
+    for source in (config.train, config.eval):
+        if source is not None and source.split == split and version_name(source.source) == examples.name:
+            return source.limit
+    return None
+
+
+class _Tokenizer:
+    """A Ray Data actor: one tokenizer, loaded once, renders batch after batch."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = chat.load_tokenizer(path)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        return pa.Table.from_pylist([self._tokenize(one) for one in batch.to_pylist()], schema=_TOKENIZED)
+
+    def _tokenize(self, one: dict[str, Any]) -> dict[str, Any]:
+        kept = {
+            "row": one["row"],
+            "id": one["id"],
+            "group": one["group"],
+            "file": one["origin"]["file"],
+            "line": one["origin"]["line"],
+        }
+        try:
+            rendered = chat.render(self._tokenizer, turns(one["messages"]))
+        except RenderError as error:
+            return {**kept, "input_ids": [], "loss_mask": [], "reason": error.reason, "detail": str(error)}
+        return {
+            **kept,
+            "input_ids": rendered.input_ids,
+            "loss_mask": rendered.loss_mask,
+            "reason": "",
+            "detail": "",
+        }
+
+
+def _tokenized(
+    examples: DataVersion, split: Split, home: Home, limit: int | None, tokenizer_path: Path, sink: Sink
+) -> list[dict[str, Any]]:
+    """Every example of the side, tokenized, in the version's row order."""
+    total = min(examples.splits[split].rows, limit or examples.splits[split].rows)
+    # An actor imports transformers for seconds: one is enough until tokenizing takes longer than that.
+    actors = min(_MAX_ACTORS, 1 + total // _ROWS_PER_ACTOR)
+    stream = feed.dataset(examples, split, home, limit=limit).map_batches(
+        _Tokenizer,
+        fn_constructor_args=(tokenizer_path,),
+        batch_size=_BATCH_ROWS,
+        batch_format="pyarrow",
+        compute=ActorPoolStrategy(size=actors),
+        num_cpus=1,
+    )
+    tokenized: list[dict[str, Any]] = []
+    for batch in stream.iter_batches(batch_size=None, batch_format="pyarrow"):
+        tokenized += batch.to_pylist()
+        sink(Progress(stage="prepare", done=len(tokenized), total=total, unit="examples", note=split))
+    return sorted(tokenized, key=lambda one: int(one["row"]))
+
+
+def _fault(one: dict[str, Any], max_length: int) -> tuple[str, str] | None:
+    if one["reason"]:
+        return one["reason"], one["detail"]
+    length = len(one["input_ids"])
+    if length > max_length:
+        return "too-long", f"{length} tokens, max_length is {max_length}"
+    if not any(one["loss_mask"][1:]):
+        return "no-loss", "no token has loss"
+    return None
+
+
+def _content(usable: list[dict[str, Any]], config: DataConfig, pad_id: int) -> SplitContent:
+    tokenized = [TokenizedExample(one["id"], one["input_ids"], one["loss_mask"]) for one in usable]
+    sequences = [
+        packing.collate([tokenized[member] for member in members], config.max_length, pad_id)
+        for members in packing.arrange(tokenized, config.max_length, packing=config.packing, seed=config.seed)
+    ]
+    columns = {
+        key: np.stack([getattr(sequence, key) for sequence in sequences])
+        if sequences
+        else np.empty((0, config.max_length), dtype=np.int32)
+        for key in ("input_ids", "labels", "position_ids")
+    }
+    sample_ids = [sequence.sample_ids for sequence in sequences]
+    table = pa.table(
+        {
+            **{key: _fixed_lists(values) for key, values in columns.items()},
+            "sample_ids": pa.array(sample_ids, type=pa.list_(pa.string())),
+            "row": pa.array(range(len(sequences)), type=pa.int64()),
+        }
+    )
+    return SplitContent(
+        table=table,
+        digest=version.digest_of({key: values.tobytes().hex() for key, values in columns.items()}, sample_ids),
+        groups=len({one["group"] for one in usable}),
+        examples=len(usable),
+        tokens=sum(len(one["input_ids"]) for one in usable),
+        loss_tokens=int((columns["labels"] != NO_LOSS).sum()),
+    )
+
+
+def _fixed_lists(values: packing.Ints) -> pa.Array:
+    offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.reshape(-1)))
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    """SHA-256 over the files that decide how text becomes tokens; weights are none of them."""
+    files = sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
+    return version.digest_of([[path.name, digest_file(path)] for path in files])
