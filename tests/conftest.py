@@ -20,8 +20,10 @@ os.environ.pop(environment.RAY_ADDRESS, None)
 os.environ[environment.HOME] = str(_ROOT)
 environment.prepare(_ROOT)
 
+from actors.registry.client import RegistryClient  # noqa: E402
 from cluster.session import Session, connect  # noqa: E402
 from cluster.storage import Home  # noqa: E402
+from tests.serving import ServeApp, running  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +39,16 @@ def ray_session(home: Home) -> Iterator[Session]:
     """The one Ray cluster of the session, with room for every actor the tests start."""
     with connect(num_cpus=8) as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def registry(home: Home, ray_session: Session) -> RegistryClient:
+    """The session's registry actor."""
+    return RegistryClient.start(home)
+
+
+@pytest.fixture(scope="session")
+def serve_app(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
+    """The one Serve application of the session: gateway, vLLM, embedder and collections, all real."""
+    with running(home, registry) as app:
+        yield app

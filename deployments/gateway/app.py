@@ -207,15 +207,16 @@ def _add_collections(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
     @app.post("/v1/collections/{name}/documents")
     async def write(request: Request, name: str) -> Response:
         body, _ = schemas.parse(schemas.DocumentsBody, await read_body(request, config.max_request_bytes))
+        documents = [document.model_dump(exclude_none=True) for document in body.documents]
         async with asyncio.timeout(config.request_timeout_s):
-            count = await collections().write(name, [document.model_dump() for document in body.documents])
+            count = await collections().write(name, documents)
         return JSONResponse({"object": "collection.write", "collection": name, "written": count})
 
     @app.post("/v1/collections/{name}/search")
     async def search(request: Request, name: str) -> Response:
         body, _ = schemas.parse(schemas.SearchBody, await read_body(request, config.max_request_bytes))
         async with asyncio.timeout(config.request_timeout_s):
-            hits = await collections().search(name, body.query, body.k)
+            hits = await collections().search(name, body.query, body.k, body.filter)
         return JSONResponse({"object": "list", "collection": name, "data": hits})
 
 

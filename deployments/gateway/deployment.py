@@ -13,6 +13,7 @@ from deployments.gateway.handles import CollectionsHandle, EmbedderHandle, Engin
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served
 from deployments.gateway.snapshot import SnapshotFeed
+from deployments.logs import join_serve
 
 FIRST_SNAPSHOT_WAIT_S = 5.0
 REGISTRY_PATIENCE_S = 2.0
@@ -29,6 +30,7 @@ class Gateway:
         embedding: DeploymentHandle | None,
         search: DeploymentHandle | None,
     ) -> None:
+        join_serve()
         self._config = config.gateway
         feed = SnapshotFeed(RegistryHandle(patience_s=REGISTRY_PATIENCE_S), poll_s=config.gateway.snapshot_poll_s)
         self._parts = Parts(

@@ -12,7 +12,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.errors import CapacityError, DependencyError, FlywheelError
+from cluster.errors import CapacityError, DependencyError, FlywheelError, RequestError
+from cluster.vectors.port import Scalar
 from deployments.gateway.ports import Vectors
 from deployments.llm.protocol import Adapter, Answer, Generation
 
@@ -33,6 +34,8 @@ class EngineHandle:
         answers = self._handle(generation.adapter).generate.remote(generation)
         try:
             async for answer in answers:
+                if isinstance(answer, RequestError):
+                    raise answer
                 yield answer
         except (RayError, RayServeException) as error:
             raise translated(error, "the language model") from None
@@ -68,6 +71,22 @@ class EmbedderHandle:
 
     async def describe(self) -> dict[str, Any]:
         return dict(await _call(self._handle.describe, part="the embedder"))
+
+
+class CollectionsHandle:
+    """`ports.Collections` over the search deployment."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def write(self, collection: str, documents: list[dict[str, Any]]) -> int:
+        return int(await _call(self._handle.write, collection, documents, part="the collections"))
+
+    async def search(
+        self, collection: str, query: str, k: int, filter: dict[str, Scalar] | None = None
+    ) -> list[dict[str, Any]]:
+        hits = await _call(self._handle.search, collection, query, k, filter, part="the collections")
+        return [dict(hit) for hit in hits]
 
 
 async def _call(method: Any, *arguments: Any, part: str) -> Any:

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.registry.snapshot import Snapshot
+from cluster.vectors.port import Scalar
+from deployments.embedding.port import Inputs
 from deployments.llm.protocol import Answer, Generation
 
 
@@ -42,7 +44,7 @@ class Vectors(Protocol):
 class Embedder(Protocol):
     """One embedding model."""
 
-    async def embed(self, texts: list[str] | list[list[int]]) -> Vectors:
+    async def embed(self, texts: Inputs) -> Vectors:
         """Vectors of texts, or of texts that are token ids already."""
         ...
 
@@ -55,11 +57,16 @@ class Collections(Protocol):
     """Documents in, search out."""
 
     async def write(self, collection: str, documents: list[dict[str, Any]]) -> int:
-        """Upsert `{"id", "text", "metadata"}` documents by id; returns how many are durable, once they are."""
+        """Upsert `{"text", "id"?, "metadata"?}` documents by id; returns how many, once all can be found."""
         ...
 
-    async def search(self, collection: str, query: str, k: int) -> list[dict[str, Any]]:
-        """The `k` nearest documents as `{"id", "score", "text", "metadata"}`, best first."""
+    async def search(
+        self, collection: str, query: str, k: int, filter: dict[str, Scalar] | None = None
+    ) -> list[dict[str, Any]]:
+        """The `k` documents nearest to `query`, best first, among those whose metadata equal `filter`.
+
+        Each is `{"id", "score", "text", "metadata"}`.
+        """
         ...
 
 

@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    field_validator,
+)
 
 from cluster.errors import RequestError
 from deployments.llm.failures import from_validation
@@ -92,11 +102,11 @@ class EmbeddingsBody(BaseModel):
 
 
 class DocumentBody(BaseModel):
-    """One document to keep."""
+    """One document to keep; without an id it gets one from its text."""
 
     model_config = ConfigDict(extra="forbid")
 
-    id: Text
+    id: Text | None = None
     text: Text
     metadata: dict[str, Any] = {}
 
@@ -116,6 +126,8 @@ class SearchBody(BaseModel):
 
     query: Text
     k: Annotated[StrictInt, Field(ge=1, le=1000)] = 10
+    filter: dict[str, StrictBool | StrictInt | StrictFloat | StrictStr] | None = None
+    """Equalities on metadata."""
 
 
 def parse(body_class: type[Body], content: bytes) -> tuple[Body, dict[str, Any]]:

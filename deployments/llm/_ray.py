@@ -51,9 +51,11 @@ class OneProcessEngine(VLLMEngine):
 
 
 def use_weights(llm_config: Any, path: str) -> None:
-    """Point the engine at a folder that was only known on this node.
+    """Point the engine at a folder that was only known on this node, and let Ray download nothing.
 
-    Ray does the same after it has downloaded a model itself (`initialize_node`). Delete when
-    `model_source` may be set after the configuration was built.
+    Ray sets the path itself after it has downloaded a model; that step is a task in a fresh process, which
+    imports all of vLLM to find that there is nothing to do. Call it inside the replica: it looks at the
+    replica's placement group. Delete when `model_source` may be set after the configuration was built.
     """
     llm_config.get_engine_config().hf_model_id = path
+    llm_config.get_or_create_callback().ctx.run_init_node = False

@@ -4,33 +4,40 @@ The engine reports faults in three ways: an error object instead of an answer, a
 inside a stream. All three end here as one of `cluster.errors`. It knows the shapes, not vLLM's classes.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from cluster.errors import CapacityError, FlywheelError, RequestError
+from deployments.llm.protocol import Kind
 
 ENGINE_RETRY_AFTER_S = 30.0
 """A dead engine is replaced after failed health checks and a start; asking earlier is of no use."""
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+# vLLM puts its own names and values behind the sentence; `param` says that better.
+_ASIDE = re.compile(r" \((?:parameter|value)=.*\)$")
 _CONTEXT_WORDS = ("maximum context length", "maximum model length", "longer than the maximum")
 
 
-def from_report(report: Mapping[str, Any]) -> FlywheelError:
+def from_report(report: Mapping[str, Any], kind: Kind) -> FlywheelError:
     """The error in the engine's `{"message", "type", "param", "code"}`. Its 5xx means: this engine is not well."""
     status = report.get("code")
     message = str(report.get("message") or "The engine gave no reason.")
     if not isinstance(status, int) or status >= 500:
         return engine_lost()
-    return bad_request(message, status=status, param=report.get("param"))
+    return bad_request(message, kind, status=status, param=report.get("param"))
 
 
-def bad_request(message: str, *, status: int = 400, param: str | None = None) -> RequestError:
+def bad_request(message: str, kind: Kind, *, status: int = 400, param: str | None = None) -> RequestError:
     """A request that the engine has refused, with OpenAI's code where the reason has one."""
+    message = _ASIDE.sub("", message)
     if any(words in message for words in _CONTEXT_WORDS):
-        return RequestError(message, status=400, param=param or "messages", code=CONTEXT_LENGTH_EXCEEDED)
+        # The engine names its own intermediate value ("input_tokens"); the client can only change what it sent.
+        field = "messages" if kind == "chat" else "prompt"
+        return RequestError(message, status=400, param=field, code=CONTEXT_LENGTH_EXCEEDED)
     return RequestError(message, status=status, param=param, code="model_not_found" if status == 404 else None)
 
 

@@ -35,7 +35,8 @@ from deployments.llm._ray import (
 from deployments.llm.adapters import AdapterCache
 from deployments.llm.config import LLMConfig
 from deployments.llm.parity import Verdict, check
-from deployments.llm.protocol import Adapter, Answer, Generation
+from deployments.llm.protocol import Adapter, Answer, Generation, Kind
+from deployments.logs import join_serve
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class LLMDeployment(LLMServer):
     """One replica: an engine, its adapter cache, and the verdict of its parity check."""
 
     async def __init__(self, llm_config: Any, *, settings: LLMConfig) -> None:  # type: ignore[misc]  # as Ray's is
+        join_serve()
         started = time.monotonic()
         home = Home.current()
         self._settings = settings
@@ -96,24 +98,18 @@ class LLMDeployment(LLMServer):
             self._verdict.difference if self._verdict else "not checked",
         )
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
+    async def generate(self, generation: Generation) -> AsyncIterator[Answer | RequestError]:
         """Run one generation: one whole response, or batches of server-sent events if `body.stream` is true.
 
-        Raises `RequestError` for what the client can mend and `CapacityError` or `DependencyError` for the
-        rest, all before the first item; a fault after that is an error event in the stream.
+        What the client can mend comes as a `RequestError` in place of an answer: raised, Ray would log each
+        with its traceback. `CapacityError` and `DependencyError` are raised. After the first item a fault is
+        an error event in the stream.
         """
-        request = self._parse(generation)
         try:
-            if generation.adapter:
-                answers = await self._start_with_adapter(request, generation, generation.adapter)
-            else:
-                answers = await self._start(request, generation)
-            async for answer in answers:
-                yield _answer(answer)
-        except EngineDeadError:
-            raise failures.engine_lost() from None
-        except VLLMClientError as error:
-            raise failures.bad_request(str(error), param=getattr(error, "parameter", None)) from None
+            async for answer in self._generate(generation):
+                yield answer
+        except RequestError as error:
+            yield error
 
     async def describe(self) -> dict[str, Any]:
         """Facts for health and for people: which weights, which precision, what the parity check found."""
@@ -126,6 +122,20 @@ class LLMDeployment(LLMServer):
             "parity": self._verdict.as_dict() if self._verdict else None,
         }
 
+    async def _generate(self, generation: Generation) -> AsyncIterator[Answer]:
+        request = self._parse(generation)
+        try:
+            if generation.adapter:
+                answers = await self._start_with_adapter(request, generation, generation.adapter)
+            else:
+                answers = await self._start(request, generation)
+            async for answer in answers:
+                yield _answer(answer, generation.kind)
+        except EngineDeadError:
+            raise failures.engine_lost() from None
+        except VLLMClientError as error:
+            raise failures.bad_request(str(error), generation.kind, param=getattr(error, "parameter", None)) from None
+
     def _parse(self, generation: Generation) -> Any:
         request_class = ChatCompletionRequest if generation.kind == "chat" else CompletionRequest
         name = generation.adapter.engine_name if generation.adapter else self._base
@@ -135,7 +145,7 @@ class LLMDeployment(LLMServer):
         except ValidationError as error:
             raise failures.from_validation(error, generation.body) from None
         except (VLLMClientError, ValueError) as error:
-            raise failures.bad_request(str(error), param=getattr(error, "parameter", None)) from None
+            raise failures.bad_request(str(error), generation.kind, param=getattr(error, "parameter", None)) from None
 
     async def _start(self, request: Any, generation: Generation) -> AsyncIterator[Any]:
         run = self.chat if generation.kind == "chat" else self.completions
@@ -167,20 +177,20 @@ class LLMDeployment(LLMServer):
     async def _whole_answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """A completion by the base, asked inside this process."""
         generation = Generation(kind="completions", body=body, request_id=f"start-{time.monotonic_ns()}")
-        async for answer in self.generate(generation):
+        async for answer in self._generate(generation):
             if isinstance(answer, dict):
                 return answer
         raise failures.engine_lost()
 
 
-def _answer(item: Any) -> Answer:
+def _answer(item: Any, kind: Kind) -> Answer:
     """One item of Ray's stream as plain values; an error object becomes an exception."""
     if isinstance(item, list):
         for part in item:
             if isinstance(part, ErrorResponse):
-                raise failures.from_report(part.error.model_dump())
+                raise failures.from_report(part.error.model_dump(), kind)
         return [str(part) for part in item]
     if isinstance(item, ErrorResponse):
-        raise failures.from_report(item.error.model_dump())
+        raise failures.from_report(item.error.model_dump(), kind)
     assert isinstance(item, BaseModel)
     return item.model_dump(mode="json")

@@ -23,6 +23,7 @@ from deployments.gateway.models import Served
 from deployments.gateway.snapshot import SnapshotFeed
 
 TWO = {f"triage/{n}": Route("triage", n, "adapter", Path("/v"), f"{n:064x}", "smol") for n in (1, 2)}
+LONG_INPUT = b'{"model": "minilm", "input": "' + b"a " * 99 + b'"}'
 CHAT: dict[str, Any] = {"model": "smol", "messages": [{"role": "user", "content": "one two three"}]}
 
 
@@ -179,7 +180,7 @@ async def test_embeddings_are_the_same_numbers_in_both_encodings(stand: Stand) -
         ("POST", "/v1/completions", json.dumps({"model": "smol"}).encode(), 400, "invalid_value"),
         ("POST", "/v1/embeddings", b'{"model": "minilm", "input": []}', 400, "invalid_value"),
         ("POST", "/v1/embeddings", b'{"model": "minilm", "input": "a", "dimensions": 3}', 400, "invalid_value"),
-        ("POST", "/v1/embeddings", b'{"model": "minilm", "input": "' + b"a " * 99 + b'"}', 400, "context_length_exceeded"),
+        ("POST", "/v1/embeddings", LONG_INPUT, 400, "context_length_exceeded"),
         ("POST", "/v1/embeddings", b'{"model": "smol", "input": "a"}', 400, "model_not_supported"),
         ("POST", "/v1/chat/completions", b" " * 5000, 413, "request_too_large"),
         ("POST", "/v1/nothing", b"{}", 404, "unknown_url"),

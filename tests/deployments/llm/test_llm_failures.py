@@ -6,22 +6,25 @@ from deployments.llm.failures import from_report, from_validation
 
 
 @pytest.mark.parametrize(
-    ("message", "status", "code"),
+    ("message", "status", "code", "param"),
     [
-        ("This model's maximum context length is 128 tokens. However, …", 400, "context_length_exceeded"),
-        ("temperature must be non-negative", 400, None),
-        ("The model `x` does not exist.", 404, "model_not_found"),
+        ("This model's maximum context length is 8 tokens.", 400, "context_length_exceeded", "messages"),
+        ("temperature must be non-negative, got -1.0.", 400, None, "given"),
+        ("The model `x` does not exist.", 404, "model_not_found", "given"),
     ],
 )
-def test_the_clients_fault_keeps_its_status_and_gets_openais_code(message: str, status: int, code: str | None) -> None:
-    error = from_report({"message": message, "type": "BadRequestError", "param": None, "code": status})
+def test_the_clients_fault_keeps_its_status_and_gets_openais_code(
+    message: str, status: int, code: str | None, param: str
+) -> None:
+    report = {"message": f"{message} (parameter=given, value=[1, (2)])", "param": "given", "code": status}
+    error = from_report(report, "chat")
     assert isinstance(error, RequestError)
-    assert (error.status, error.code, error.message) == (status, code, message)
+    assert (error.status, error.code, error.message, error.param) == (status, code, message, param)
 
 
 @pytest.mark.parametrize("code", [500, 503, None, "nonsense"])
 def test_the_engines_fault_is_ours_and_passes(code: object) -> None:
-    error = from_report({"message": "CUDA error at /path", "code": code})
+    error = from_report({"message": "CUDA error at /path", "code": code}, "chat")
     assert isinstance(error, CapacityError)
     assert error.retry_after_s >= 1
     assert "/path" not in error.message

@@ -1,0 +1,301 @@
+"""The whole application on real parts, asked by the official client."""
+
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from actors.registry.state import Version, VersionFact
+from cluster.models import obtain
+from tests.adapters import write_adapter
+from tests.serving import BASE, EMBEDDER, MAX_MODEL_LEN, ServeApp
+
+pytestmark = pytest.mark.serve
+
+HELLO: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def versions(serve_app: ServeApp) -> list[Version]:
+    """Two versions of one adapter; `champion` stands at the first, and the gateway knows it."""
+    made = [serve_app.register("serving", seed=seed) for seed in (1, 2)]
+    serve_app.registry.promote("serving", "champion", made[0].number, why="first")
+    until(lambda: f"{BASE}:serving@champion" in names(serve_app))
+    return made
+
+
+def names(app: ServeApp) -> set[str]:
+    return {model.id for model in app.sdk.models.list()}
+
+
+def until(check: Callable[[], bool], *, wait_s: float = 30.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not check():
+        assert time.monotonic() < deadline, f"not true within {wait_s} s"
+        time.sleep(0.05)
+
+
+def test_the_base_is_right(serve_app: ServeApp) -> None:
+    assert "Paris" in serve_app.say(BASE)
+
+
+def test_the_replica_was_checked_against_the_reference_before_it_was_ready(serve_app: ServeApp) -> None:
+    health = serve_app.http.get("/healthz")
+    assert health.status_code == 200
+    llm = health.json()["llm"]
+    assert llm["parity"]["passed"] is True
+    assert llm["digest"] == obtain(BASE, serve_app.home).digest
+
+
+def test_an_adapter_answers_for_itself_and_says_which_version(serve_app: ServeApp, versions: list[Version]) -> None:
+    response = serve_app.sdk.chat.completions.with_raw_response.create(
+        model=f"{BASE}:serving@champion", messages=HELLO, max_tokens=12, temperature=0
+    )
+    answer = response.parse()
+    assert (answer.model, answer.system_fingerprint) == (f"{BASE}:serving/1", "serving/1")
+    assert response.headers["x-flywheel-version"] == "serving/1"
+    said = {serve_app.say(BASE), str(answer.choices[0].message.content), serve_app.say(f"{BASE}:serving/2")}
+    assert len(said) == 3
+
+
+def test_a_stream_says_what_the_whole_answer_says(serve_app: ServeApp, versions: list[Version]) -> None:
+    for model in (BASE, f"{BASE}:serving"):
+        stream = serve_app.sdk.chat.completions.create(
+            model=model,
+            messages=HELLO,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == serve_app.say(model)
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] in ("stop", "length")
+        assert chunks[-1].usage is not None
+        assert 1 <= chunks[-1].usage.completion_tokens <= 12
+
+
+def test_usage_counts_tokens(serve_app: ServeApp) -> None:
+    answer = serve_app.sdk.completions.create(
+        model=BASE, prompt=[1, 2, 3, 4], max_tokens=5, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (4, 5, 9)
+
+
+def test_base_requests_are_not_answered_by_an_adapter_in_a_mixed_batch(
+    serve_app: ServeApp, versions: list[Version]
+) -> None:
+    for seed in (3, 4):  # so that every one of the engine's max_loras slots is taken
+        version = serve_app.register("crowd", seed=seed)
+    until(lambda: f"{BASE}:{version.id}" in names(serve_app))
+    adapters = [f"{BASE}:{name}" for name in ("serving/1", "serving/2", "crowd/1", "crowd/2")]
+    questions = ["What is the capital of France?", "What is two plus two?"]
+    alone = {(model, q): serve_app.say(model, q) for model in [BASE, *adapters] for q in questions}
+    jobs = [(model, q) for _ in range(3) for model in (BASE, *adapters, BASE) for q in questions]
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        together = list(pool.map(lambda job: serve_app.say(*job), jobs))
+    base = [(job, said) for job, said in zip(jobs, together, strict=True) if job[0] == BASE]
+    assert [said for _, said in base] == [alone[job] for job, _ in base]
+    # An adapter of random weights sits on near ties, which another batch may turn; it must never be the base, though.
+    assert not [job for job, said in zip(jobs, together, strict=True) if job[0] != BASE and said == alone[BASE, job[1]]]
+
+
+def test_models_are_listed_with_parent_and_root(serve_app: ServeApp, versions: list[Version]) -> None:
+    listed = {model.id: model.model_extra or {} for model in serve_app.sdk.models.list()}
+    assert listed[BASE]["parent"] is None
+    assert EMBEDDER in listed
+    assert listed[f"{BASE}:serving@champion"] == {**listed[f"{BASE}:serving/1"]}
+    assert listed[f"{BASE}:serving/1"]["parent"] == BASE
+    assert listed[f"{BASE}:serving/1"]["root"] == f"{BASE}:serving/1"
+    assert serve_app.sdk.models.retrieve(f"{BASE}:serving").id == f"{BASE}:serving"
+
+
+def words(count: int) -> list[Any]:
+    return [{"role": "user", "content": "word " * count}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("chat/completions", {"model": "gpt-4o"}, 404, "model_not_found"),
+        ("chat/completions", {"model": f"{BASE}:nobody"}, 404, "model_not_found"),
+        ("chat/completions", {"messages": "hi"}, 400, "invalid_value"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, None),
+        ("chat/completions", {"max_tokens": "many"}, 400, "invalid_value"),
+        ("chat/completions", {"temperature": -1}, 400, None),
+        ("chat/completions", {"max_tokens": -3}, 400, None),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 99}, 400, None),
+        ("chat/completions", {"messages": words(3000)}, 400, "context_length_exceeded"),
+        ("chat/completions", {"messages": words(400_000)}, 413, "request_too_large"),
+        ("completions", {"prompt": "word " * 3000}, 400, "context_length_exceeded"),
+        ("completions", {"prompt": {"a": 1}}, 400, "invalid_value"),
+        ("completions", {"prompt": [10**9], "max_tokens": 1}, 400, None),
+        ("embeddings", {"model": EMBEDDER, "input": "word " * 3000}, 400, "context_length_exceeded"),
+        ("embeddings", {"model": EMBEDDER, "input": [[10**9]]}, 400, None),
+        ("embeddings", {"model": EMBEDDER, "input": "a", "dimensions": 7}, 400, "invalid_value"),
+        ("embeddings", {"model": BASE, "input": "a"}, 400, "model_not_supported"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_4xx_in_openais_shape(
+    serve_app: ServeApp, path: str, body: dict[str, Any], status: int, code: str | None, stream: bool
+) -> None:
+    usual: dict[str, Any] = {"chat/completions": {"messages": HELLO}, "completions": {"prompt": "x"}}.get(path, {})
+    sent = {"model": BASE, **usual, **body} | ({"stream": True} if stream and path != "embeddings" else {})
+    response = serve_app.http.post(f"/v1/{path}", json=sent)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert code is None or error["code"] == code
+
+
+def test_broken_json_wrong_method_and_unknown_route(serve_app: ServeApp) -> None:
+    assert serve_app.http.post("/v1/chat/completions", content=b'{"model": ').json()["error"]["code"] == "invalid_json"
+    assert serve_app.http.get("/v1/chat/completions").status_code == 405
+    unknown = serve_app.http.post("/v1/nothing", json={})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_url")
+    assert serve_app.http.get("/v1/models", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+
+
+def test_embeddings_in_both_encodings_are_the_same_unit_vectors(serve_app: ServeApp) -> None:
+    texts = ["open a file", "close a socket", "a much longer text about opening files and reading their lines"]
+    base64 = serve_app.sdk.embeddings.create(model=EMBEDDER, input=texts)  # the SDK's default encoding
+    floats = serve_app.sdk.embeddings.create(model=EMBEDDER, input=texts, encoding_format="float", dimensions=384)
+    for one, other in zip(base64.data, floats.data, strict=True):
+        np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-5)
+        assert np.linalg.norm(one.embedding) == pytest.approx(1, abs=1e-4)
+    assert [one.index for one in floats.data] == [0, 1, 2]
+    assert floats.usage.prompt_tokens == floats.usage.total_tokens > 12
+    alone = serve_app.sdk.embeddings.create(model=EMBEDDER, input=texts[0])
+    np.testing.assert_allclose(alone.data[0].embedding, floats.data[0].embedding, atol=1e-4)
+
+
+def test_documents_are_found_again(serve_app: ServeApp) -> None:
+    written = serve_app.http.post(
+        "/v1/collections/serving/documents",
+        json={
+            "documents": [
+                {"id": "a", "text": "def read_lines(path): open the file and return its lines", "metadata": {"n": 1}},
+                {"id": "b", "text": "def multiply(a, b): the product of two matrices", "metadata": {"n": 2}},
+            ]
+        },
+    )
+    assert (written.status_code, written.json()["written"]) == (200, 2)
+    found = serve_app.http.post("/v1/collections/serving/search", json={"query": "matrix product", "k": 2}).json()[
+        "data"
+    ]
+    assert [hit["id"] for hit in found] == ["b", "a"]
+    assert found[0]["metadata"] == {"n": 2}
+    assert found[0]["score"] > found[1]["score"]
+    assert serve_app.http.post("/v1/collections/nowhere/search", json={"query": "x"}).status_code == 404
+
+
+def test_a_broken_adapter_fails_alone(serve_app: ServeApp, tmp_path: Path) -> None:
+    lost = serve_app.register("lost", seed=7)
+    shutil.rmtree(lost.path)  # before any replica has seen it
+    wrong = write_adapter(tmp_path / "wrong", obtain(BASE, serve_app.home).path, seed=8)
+    settings = json.loads((wrong / "adapter_config.json").read_text())
+    (wrong / "adapter_config.json").write_text(json.dumps({**settings, "r": 4}))  # not the rank of its weights
+    misfit = serve_app.registry.register(VersionFact(name="misfit", kind="adapter", source_path=wrong, base=BASE))
+    until(lambda: {f"{BASE}:{lost.id}", f"{BASE}:{misfit.id}"} <= names(serve_app))
+    for version, statuses in ((lost, {503}), (misfit, {400})):
+        for stream in (False, True):
+            with pytest.raises(openai.APIStatusError) as caught:
+                serve_app.sdk.chat.completions.create(model=f"{BASE}:{version.id}", messages=HELLO, stream=stream)
+            assert caught.value.status_code in statuses
+            assert str(serve_app.home.root) not in caught.value.message
+            assert "Traceback" not in caught.value.message
+    assert "Paris" in serve_app.say(BASE)
+
+
+def test_adapters_outlive_their_source_and_their_eviction(serve_app: ServeApp, versions: list[Version]) -> None:
+    many = [serve_app.register("many", seed=100 + n) for n in range(serve_app.config.llm.max_adapters + 1)]  # type: ignore[union-attr]
+    until(lambda: f"{BASE}:{many[-1].id}" in names(serve_app))
+    first = serve_app.say(f"{BASE}:{many[0].id}", max_tokens=4)
+    shutil.rmtree(many[0].path)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda version: serve_app.say(f"{BASE}:{version.id}", max_tokens=1), many[1:]))
+    assert serve_app.say(f"{BASE}:{many[0].id}", max_tokens=4) == first
+
+
+def test_a_stream_ends_on_the_version_that_it_began_with(serve_app: ServeApp, versions: list[Version]) -> None:
+    stream = serve_app.sdk.chat.completions.create(
+        model=f"{BASE}:serving",
+        messages=HELLO,
+        max_tokens=80,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    first = next(stream)
+    serve_app.registry.promote("serving", "champion", 2, why="second")
+    until(lambda: serve_app.sdk.models.retrieve(f"{BASE}:serving").model_extra["root"].endswith("/2"))  # type: ignore[index]
+    assert serve_app.say(f"{BASE}:serving") == serve_app.say(f"{BASE}:serving/2")
+    rest = list(stream)
+    assert {chunk.model for chunk in (first, *rest)} == {f"{BASE}:serving/1"}
+    assert rest[-1].choices[0].finish_reason == "length"
+    serve_app.registry.rollback("serving", "champion", why="as it was")
+    until(lambda: serve_app.sdk.models.retrieve(f"{BASE}:serving").model_extra["root"].endswith("/1"))  # type: ignore[index]
+
+
+def test_one_who_hangs_up_stops_the_generation(serve_app: ServeApp) -> None:
+    asked = {"model": BASE, "messages": HELLO, "max_tokens": 450, "stream": True, "ignore_eos": True}
+    with serve_app.http.stream("POST", "/v1/chat/completions", json=asked) as response:
+        next(response.iter_lines())
+        begun = time.monotonic()
+    # A whole answer of 450 tokens takes many seconds; the gateway ends this one when the client is gone.
+    until(lambda: 'route="/v1/chat/completions",status="200"' in serve_app.http.get("/metrics").text, wait_s=10)
+    assert time.monotonic() - begun < 10
+
+
+def test_the_registry_may_die_while_requests_go_on(serve_app: ServeApp, versions: list[Version]) -> None:
+    known = {version.id for model in serve_app.registry.list() for version in model.versions}
+    stop, answers, failures = threading.Event(), [], []
+
+    def keep_asking() -> None:
+        while not stop.is_set():
+            try:
+                answers.append(serve_app.say(f"{BASE}:serving@champion", max_tokens=4))
+            except openai.APIError as error:
+                failures.append(error)
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        until(lambda: bool(answers))
+        before = len(answers)
+        os.kill(serve_app.registry.pid(), signal.SIGKILL)
+        until(lambda: len(answers) >= before + 2)
+        assert {version.id for model in serve_app.registry.list() for version in model.versions} == known
+        move = serve_app.registry.promote("serving", "candidate", 2, why="after the restart")
+        assert move.version == 2
+        until(lambda: f"{BASE}:serving@candidate" in names(serve_app))
+    finally:
+        stop.set()
+        asking.join()
+    assert not failures
+
+
+def test_metrics_name_routes_models_and_tokens(serve_app: ServeApp) -> None:
+    serve_app.say(BASE)
+    text = serve_app.http.get("/metrics").text
+    assert f'flywheel_gateway_requests_total{{model="{BASE}",route="/v1/chat/completions",status="200"}}' in text
+    assert f'flywheel_gateway_tokens_total{{direction="completion",model="{BASE}"}}' in text
+
+
+def test_the_context_is_the_one_that_was_asked_for(serve_app: ServeApp) -> None:
+    card = serve_app.sdk.models.retrieve(BASE).model_extra or {}
+    assert card["max_model_len"] == MAX_MODEL_LEN

@@ -1,0 +1,78 @@
+"""The Serve application that all `serve` tests share, and what they ask it with. Nothing here is heavy to import."""
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from actors.registry.client import RegistryClient
+from actors.registry.state import Version, VersionFact
+from cluster.models import obtain
+from cluster.storage import Home
+from deployments.config import ServeConfig
+from tests.adapters import write_adapter
+
+BASE = "smollm2-135m-instruct"
+EMBEDDER = "all-minilm-l6-v2"
+MAX_MODEL_LEN = 512
+MAX_LORA_RANK = 16
+ANSWER_WAIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class ServeApp:
+    """The running application and its clients."""
+
+    url: str
+    config: ServeConfig
+    home: Home
+    registry: RegistryClient
+    http: httpx.Client = field(repr=False)
+    sdk: openai.OpenAI = field(repr=False)
+
+    def register(self, name: str, *, seed: int, rank: int = 8) -> Version:
+        """A new version of `name` whose answers differ from the base's and from those of other seeds."""
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = write_adapter(Path(scratch) / "adapter", obtain(BASE, self.home).path, seed=seed, rank=rank)
+            return self.registry.register(VersionFact(name=name, kind="adapter", source_path=folder, base=BASE))
+
+    def say(self, model: str, question: str = "What is the capital of France?", **settings: Any) -> str:
+        """The answer of `model`, greedy and short."""
+        asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, **settings}
+        answer = self.sdk.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": question}], **asked
+        )
+        return str(answer.choices[0].message.content)
+
+
+@contextmanager
+def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
+    """The application on a free port of this machine, stopped at the end."""
+    from deployments import application  # heavy: brings vLLM's configuration into the driver
+
+    config = ServeConfig.model_validate(
+        {
+            "gateway": {"port": _free_port(), "max_request_bytes": 1 << 20},
+            "llm": {"model": BASE, "max_model_len": MAX_MODEL_LEN, "max_lora_rank": MAX_LORA_RANK},
+            "embedding": {"model": EMBEDDER},
+        }
+    )
+    url = application.run(config)
+    try:
+        with httpx.Client(base_url=url, timeout=ANSWER_WAIT_S) as http:
+            sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=ANSWER_WAIT_S)
+            yield ServeApp(url, config, home, registry, http, sdk)
+    finally:
+        application.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
