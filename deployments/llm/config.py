@@ -1,8 +1,8 @@
 """Settings of one vLLM deployment."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cluster.config import Config
 
@@ -25,3 +25,12 @@ class LLMConfig(Config):
     """OpenMP threads of one replica on CPU."""
     parity_check: bool = True
     """Compare the engine with the reference forward before the replica says it is ready."""
+
+    @model_validator(mode="after")
+    def _resident_covers_batch(self) -> Self:
+        if self.max_adapters < self.max_loras:
+            raise ValueError(
+                f"max_adapters {self.max_adapters} is less than max_loras {self.max_loras}: "
+                "a batch could not hold what it may mix"
+            )
+        return self

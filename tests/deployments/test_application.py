@@ -1,0 +1,65 @@
+"""How the application is put together, without starting it. Importing it brings in vLLM's configuration: seconds."""
+
+import inspect
+
+import pytest
+import yaml
+
+from cluster.config import parse
+from cluster.errors import ConfigError
+from deployments.config import ServeConfig
+from deployments.llm.config import LLMConfig
+
+CONFIG = ServeConfig.model_validate(
+    {
+        "gateway": {"port": 18555},
+        "llm": {"model": "smollm2-135m-instruct", "threads": 2, "max_lora_rank": 32, "kv_cache_gib": 3},
+        "embedding": {"model": "all-minilm-l6-v2"},
+    }
+)
+
+
+def test_a_batch_may_not_mix_more_adapters_than_are_resident() -> None:
+    with pytest.raises(ConfigError, match="max_adapters 2 is less than max_loras 4"):
+        parse(LLMConfig, {"model": "m", "max_adapters": 2, "max_loras": 4}, source="test")
+
+
+@pytest.mark.integration
+def test_what_print_config_prints_builds_the_same_application() -> None:
+    from ray._common.utils import import_attr
+    from ray.serve.schema import ServeDeploySchema
+
+    from deployments import application
+
+    printed = yaml.safe_load(yaml.safe_dump(application.deploy_config(CONFIG)))
+    schema = ServeDeploySchema.model_validate(printed)
+    deployed = schema.applications[0]
+    builder = import_attr(deployed.import_path)
+    (parameter,) = inspect.signature(builder).parameters.values()
+    assert parameter.annotation.model_validate(deployed.args) == CONFIG
+    assert schema.http_options.port == 18555
+    assert "FLYWHEEL_HOME" in deployed.runtime_env["env_vars"]
+
+
+@pytest.mark.integration
+def test_an_application_of_nothing_is_refused() -> None:
+    from deployments import application
+
+    with pytest.raises(ConfigError, match="neither"):
+        application.build(ServeConfig())
+
+
+@pytest.mark.integration
+def test_the_same_settings_make_an_engine_for_cpu_and_for_gpu() -> None:
+    from deployments.llm.build import ray_config
+
+    assert CONFIG.llm is not None
+    cpu, gpu = (ray_config(CONFIG.llm, gpu=flag) for flag in (False, True))
+    assert (cpu.accelerator_config.kind, gpu.accelerator_config.kind) == ("cpu", "gpu")
+    environment = cpu.runtime_env["env_vars"]
+    assert (environment["OMP_NUM_THREADS"], environment["VLLM_CPU_KVCACHE_SPACE"]) == ("2", "3")
+    assert not {"OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"} & set(gpu.runtime_env["env_vars"])
+    assert cpu.get_engine_config().placement_bundles == [{"CPU": 2}]
+    assert gpu.get_engine_config().placement_bundles == [{"GPU": 1}]
+    assert {**gpu.engine_kwargs, "enforce_eager": True} == cpu.engine_kwargs
+    assert cpu.engine_kwargs["max_lora_rank"] == 32
