@@ -51,7 +51,7 @@ def open_engine(uri: str) -> Engine:
         ) from None
     if url.get_backend_name() == "sqlite":
         if url.database and url.database != ":memory:":
-            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(Path(url.database).parent)
         event.listen(engine, "connect", _configure_sqlite)
     return engine
 
@@ -72,6 +72,17 @@ def transaction(engine: Engine) -> Iterator[Connection]:
             f"The database {engine.url.render_as_string(hide_password=True)} failed: {cause}",
             hint="Check that it runs, that its disk has room, and that nobody holds a lock on it.",
         ) from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DependencyError(
+            f"The folder {folder} for a database cannot be created: {error.strerror}.",
+            hint="Check FLYWHEEL_HOME and its permissions.",
+            retryable=False,
+        ) from None
 
 
 def _configure_sqlite(connection: Any, _: Any) -> None:

@@ -107,7 +107,7 @@ def prepare_tracking(home: Home) -> str:
     """URI of this installation's MLflow database, created whole if it does not exist.
 
     Several processes that open a fresh MLflow database at once break it for good (mlflow 3.17), so one makes it
-    beside its place, under a lock, and moves it there when it is finished. Takes 6 s the first time, no time later.
+    beside its place, under a lock, and moves it there when it is finished. Takes seconds the first time, no time later.
     """
     target = home.tracking_database
     uri = sqlite_uri(target)
@@ -331,12 +331,12 @@ def _translated(uri: str) -> Iterator[None]:
         yield
     except MlflowException as error:
         raise DependencyError(
-            f"MLflow at {_shown(uri)} refused or failed: {_first_line(error)}",
+            f"MLflow at {_shown(uri)} refused or failed: {_first_line(error, uri)}",
             hint="Check that it runs and that its database is of this MLflow's version (`mlflow db upgrade`).",
             retryable=error.error_code not in _REFUSALS,
         ) from error
     except (SQLAlchemyError, RequestException, OSError) as error:
-        raise DependencyError(f"MLflow at {_shown(uri)} cannot be reached: {_first_line(error)}") from error
+        raise DependencyError(f"MLflow at {_shown(uri)} cannot be reached: {_first_line(error, uri)}") from error
 
 
 def _unless_exists(create: Callable[..., Any], *arguments: Any) -> None:
@@ -354,8 +354,9 @@ def _number(tags: Mapping[str, str]) -> int:
     return int(tags[KEY_TAG].rpartition("/")[2])
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _first_line(error: BaseException, uri: str) -> str:
+    """What happened, in a line; MLflow repeats the URI in it, with the password."""
+    return (str(error).splitlines() or [type(error).__name__])[0].replace(uri, _shown(uri))
 
 
 def _shown(uri: str) -> str:

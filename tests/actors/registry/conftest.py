@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis.configuration import set_hypothesis_home_dir
 from safetensors.numpy import save_file
 
-MakeAdapter = Callable[..., Path]
+# Beside the other tools' caches; by default it is made in the working directory.
+set_hypothesis_home_dir(Path(__file__).parents[3] / ".venv" / ".cache" / "hypothesis")
 
 
 @pytest.fixture
-def make_adapter(tmp_path: Path) -> MakeAdapter:
+def make_adapter(tmp_path: Path) -> Callable[..., Path]:
     """Writes a PEFT LoRA folder whose content depends on `seed`."""
 
     def make(folder: str = "adapter", *, seed: int = 0, rank: int = 4, recorded_rank: int | None = None) -> Path:

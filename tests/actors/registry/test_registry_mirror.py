@@ -1,0 +1,129 @@
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from actors.registry.ledger import Ledger
+from actors.registry.mirror import Mirror
+from actors.registry.state import Artifact, Promote, Register, RunEnded, RunFact, VersionFact
+from actors.registry.store import Log, MemoryEventStore
+from cluster.errors import DependencyError, StateError
+from cluster.tracking import MemoryTracker
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Bench:
+    """A ledger in memory with its mirror; `restart` is a new process on the same log and the same tracker."""
+
+    def __init__(self) -> None:
+        self.log = Log()
+        self.tracker = MemoryTracker()
+        self.restart()
+
+    def restart(self) -> None:
+        self.store = MemoryEventStore(self.log)
+        self.ledger = Ledger(self.store, clock=lambda: NOW)
+        self.mirror = Mirror(self.store, lambda: self.tracker, lambda: self.ledger.state)
+
+    def register(self, content: str) -> None:
+        fact = VersionFact(
+            name="triage", kind="adapter", source_path=Path("/s"), base="smol", run_id="triage-1", code_commit="abc"
+        )
+        self.ledger.commit(Register(fact, Artifact(path=Path("/v") / content, digest=content)), by="t")
+
+    def promote(self, version: int) -> None:
+        self.ledger.commit(Promote("triage", "champion", version, "t", "why", f"p{version}-{self.log.epoch}"), by="t")
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = Bench()
+    run = bench.tracker.begin_run("triage-1", experiment="flywheel", params={}, tags={})
+    bench.ledger.commit(RunFact(id="triage-1", name="triage", base="smol", base_digest="b", tracking_run=run), by="t")
+    bench.register("aa")
+    bench.promote(1)
+    return bench
+
+
+def test_versions_aliases_and_lineage_tags_are_shown(bench: Bench) -> None:
+    bench.mirror.catch_up()
+    assert bench.tracker.aliases("triage") == {"champion": 1}
+    tags = bench.tracker.versions("triage")[1]
+    assert (tags["flywheel.digest"], tags["flywheel.run"], tags["flywheel.code_commit"]) == ("aa", "triage-1", "abc")
+    assert bench.mirror.status().behind == 0
+
+
+def test_while_the_tracker_is_down_commits_go_on_and_afterwards_it_catches_up(bench: Bench) -> None:
+    bench.tracker.down = True
+    with pytest.raises(DependencyError):
+        bench.mirror.catch_up()
+    bench.register("bb")
+    bench.promote(2)
+    status = bench.mirror.status()
+    assert status.behind == 4
+    assert status.failure is not None
+    bench.tracker.down = False
+    bench.mirror.catch_up()
+    assert bench.tracker.aliases("triage") == {"champion": 2}
+    assert bench.mirror.status().failure is None
+
+
+def test_a_new_registry_goes_on_where_the_old_one_died(bench: Bench) -> None:
+    bench.mirror.catch_up()
+    bench.register("bb")
+    bench.restart()
+    assert bench.mirror.status().behind == 1
+    bench.mirror.catch_up()
+    assert sorted(bench.tracker.versions("triage")) == [1, 2]
+
+
+def test_what_was_shown_before_the_position_was_kept_is_shown_once(bench: Bench) -> None:
+    bench.mirror.catch_up()
+    bench.log.positions.clear()
+    bench.restart()
+    bench.mirror.catch_up()
+    assert sorted(bench.tracker.versions("triage")) == [1]
+
+
+def test_what_the_tracker_will_never_take_does_not_hold_up_the_rest(bench: Bench) -> None:
+    bench.mirror.catch_up()
+    # The catalogue has lost the version that the alias is to point to.
+    bench.tracker = MemoryTracker()
+    bench.ledger.commit(Promote("triage", "canary", 1, "t", "why", "c"), by="t")
+    bench.register("bb")
+    bench.restart()
+    bench.mirror.catch_up()
+    assert bench.mirror.status().refused == 1
+    assert sorted(bench.tracker.versions("triage")) == [2]
+
+
+def test_the_end_of_a_run_that_died_reaches_the_tracker(bench: Bench) -> None:
+    bench.ledger.commit(RunEnded(run_id="triage-1", status="stopped", presumed=True), by="registry")
+    bench.mirror.catch_up()
+    assert bench.tracker.run("flywheel:triage-1").status == "stopped"
+
+
+def test_a_fenced_registry_stops_mirroring(bench: Bench) -> None:
+    MemoryEventStore(bench.log)
+    with pytest.raises(StateError):
+        bench.mirror.catch_up()
+    bench.mirror.run()  # returns instead of retrying for ever
+
+
+def test_the_thread_catches_up_by_itself_after_an_outage(bench: Bench) -> None:
+    bench.tracker.down = True
+    thread = threading.Thread(target=bench.mirror.run)
+    thread.start()
+    while bench.mirror.status().failure is None:
+        time.sleep(0.01)
+    bench.tracker.down = False
+    deadline = time.monotonic() + 5
+    while bench.mirror.status().behind and time.monotonic() < deadline:
+        time.sleep(0.01)
+    bench.mirror.stop()
+    thread.join(timeout=5)
+    assert bench.tracker.aliases("triage") == {"champion": 1}
+    assert not thread.is_alive()

@@ -1,0 +1,218 @@
+"""The registry as an actor in real Ray: what `kill -9` of its process costs, and what it must not cost."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from safetensors.numpy import save_file
+
+from actors.registry.client import RegistryClient, RegistryHandle
+from actors.registry.config import ACTOR_NAME, NAMESPACE
+from actors.registry.snapshot import resolve
+from actors.registry.state import RunFact, Version, VersionFact
+from cluster.errors import DependencyError, RequestError, StateError
+from cluster.session import Session
+from cluster.storage import Home, digest_folder
+from cluster.tracking import MlflowTracker, prepare_tracking
+
+pytestmark = pytest.mark.integration
+
+MUST_BE_BACK_WITHIN_S = 10.0
+
+
+@pytest.fixture
+def registry(ray_session: Session, home: Home) -> RegistryClient:
+    return RegistryClient.start(home, by="tester")
+
+
+def adapter(folder: Path, *, seed: int = 0, rank: int = 4, width: int = 8) -> Path:
+    """A LoRA adapter of `rank` × `width` floats a matrix."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "base_model_name_or_path": "b", "r": rank, "lora_alpha": 8, "target_modules": ["q"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights = np.random.default_rng(seed).standard_normal((rank, width), dtype=np.float32)
+    save_file(
+        {"m.q.lora_A.weight": weights, "m.q.lora_B.weight": weights.T.copy()}, folder / "adapter_model.safetensors"
+    )
+    return folder
+
+
+def fact(name: str, source: Path) -> VersionFact:
+    return VersionFact(name=name, kind="adapter", source_path=source, base="smollm2-135m-instruct")
+
+
+def kill(registry: RegistryClient) -> int:
+    """`kill -9` of the actor's process; its pid."""
+    pid = registry.pid()
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_nothing_acknowledged_is_lost_when_its_process_is_killed(
+    registry: RegistryClient, home: Home, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        registry.register(fact("killed", adapter(tmp_path / str(number), seed=number)))
+    registry.promote("killed", "champion", 1, why="first")
+    registry.promote("killed", "champion", 2, why="better", expected=1)
+    before, epoch = registry.snapshot(), registry.status().epoch
+
+    dead = kill(registry)
+    killed_at = time.monotonic()
+    after = registry.snapshot()
+    assert time.monotonic() - killed_at < MUST_BE_BACK_WITHIN_S
+    assert after == before
+    status = registry.status()
+    assert status.pid != dead
+    assert status.epoch == epoch + 1
+    route = resolve(after, "killed@champion")
+    assert route.version == 2
+    assert digest_folder(route.path) == route.digest
+
+    move = registry.rollback("killed", "champion", why="worse after all")
+    assert (move.previous, move.version, move.by) == (2, 1, "tester")
+    assert registry.wait_mirrored(60)
+    tracker = MlflowTracker(prepare_tracking(home))
+    assert tracker.aliases("killed") == {"champion": 1}
+    assert {number: tags["flywheel.digest"] for number, tags in tracker.versions("killed").items()} == {
+        number: after.versions[f"killed/{number}"].digest for number in (1, 2)
+    }
+
+
+def test_moves_made_while_it_is_killed_again_and_again_happen_once_each_and_in_order(
+    registry: RegistryClient, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        registry.register(fact("busy", adapter(tmp_path / str(number), seed=10 + number)))
+    acknowledged: list[str] = []
+    stop = threading.Event()
+
+    def mover() -> None:
+        while not stop.is_set():
+            why = f"move {len(acknowledged)}"
+            registry.promote("busy", "champion", 1 + len(acknowledged) % 2, why=why)
+            acknowledged.append(why)
+
+    thread = threading.Thread(target=mover)
+    thread.start()
+    for _ in range(2):
+        count = len(acknowledged)
+        while len(acknowledged) < count + 5:
+            time.sleep(0.01)
+        kill(registry)
+    count = len(acknowledged)
+    while len(acknowledged) < count + 5:
+        time.sleep(0.01)
+    stop.set()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    moves = [entry.why for entry in registry.history("busy") if entry.alias == "champion"]
+    assert moves == acknowledged
+
+
+def test_a_registration_that_is_killed_in_the_middle_of_its_copy_is_whole_afterwards(
+    registry: RegistryClient, tmp_path: Path
+) -> None:
+    source = adapter(tmp_path / "big", rank=256, width=100_000)  # 205 MB
+    answers: list[Version] = []
+    thread = threading.Thread(target=lambda: answers.append(registry.register(fact("big", source))))
+    pid = registry.pid()
+    thread.start()
+    versions = registry.status().home / "versions" / "big"
+    while not list(versions.glob(".partial-*/adapter_model.safetensors")):
+        assert thread.is_alive()
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    thread.join(timeout=120)
+    (version,) = answers
+    assert version.id == "big/1"
+    assert digest_folder(version.path) == version.digest == digest_folder(source)
+    (model,) = [model for model in registry.list() if model.name == "big"]
+    assert len(model.versions) == 1
+
+
+def test_two_drivers_that_register_the_same_content_at_once_get_the_same_version(
+    registry: RegistryClient, tmp_path: Path
+) -> None:
+    sources = [adapter(tmp_path / name, seed=77) for name in ("a", "b")]
+
+    def register(client: RegistryClient, source: Path) -> str:
+        return client.register(fact("twice", source)).id
+
+    # The client travels into the tasks, as it does into a training worker.
+    task = ray.remote(register)
+    assert ray.get([task.remote(registry, source) for source in sources]) == ["twice/1", "twice/1"]
+
+
+async def test_a_server_that_waits_for_news_gets_them_across_a_death(registry: RegistryClient, tmp_path: Path) -> None:
+    await asyncio.to_thread(registry.register, fact("pushed", adapter(tmp_path / "a", seed=5)))
+    handle = RegistryHandle()
+    known = await handle.snapshot()
+    waiting = asyncio.create_task(handle.wait_snapshot(known.number, 50))
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(kill, registry)
+    await asyncio.to_thread(registry.promote, "pushed", "champion", 1, why="news")
+    promoted_at = time.monotonic()
+    news = await waiting
+    assert resolve(news, "pushed").version == 1
+    assert time.monotonic() - promoted_at < 2
+
+
+def test_a_run_whose_driver_died_does_not_stay_running(registry: RegistryClient, ray_session: Session) -> None:
+    driver = """
+import os, sys
+from cluster import environment; environment.prepare()
+from cluster.session import connect
+with connect(sys.argv[1]):
+    from actors.registry.client import RegistryClient
+    from actors.registry.state import RunFact
+    RegistryClient.connect().begin_run(RunFact(id="orphan-1", name="orphan", base="b", base_digest=""))
+    os._exit(1)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", driver, ray_session.address],
+        cwd=Path(__file__).parents[2],
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1, ended.stderr
+    ours = registry.begin_run(RunFact(id="ours-1", name="ours", base="b", base_digest=""))
+    assert ours.driver is not None
+    deadline = time.monotonic() + 30
+    while registry.run("orphan-1").status == "running" and time.monotonic() < deadline:
+        time.sleep(0.5)
+    orphan = registry.run("orphan-1")
+    assert orphan.status == "stopped"
+    assert "without reporting" in orphan.verdict
+    assert registry.run("ours-1").status == "running"
+
+
+def test_errors_arrive_as_themselves(registry: RegistryClient, home: Home) -> None:
+    with pytest.raises(RequestError) as caught:
+        registry.show("kiled")
+    assert type(caught.value) is RequestError
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    with pytest.raises(StateError, match="belongs to"):
+        RegistryClient.start(Home(home.root / "elsewhere"))
+
+
+def test_a_registry_that_cannot_start_says_why_and_the_next_one_finds_everything(
+    registry: RegistryClient, home: Home, tmp_path: Path
+) -> None:
+    registry.register(fact("kept", adapter(tmp_path / "a", seed=9)))
+    before = registry.snapshot()
+    ray.kill(ray.get_actor(ACTOR_NAME, namespace=NAMESPACE), no_restart=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(DependencyError, match=r"cannot start: .*cannot be created"):
+        RegistryClient.start(home, database=f"sqlite:///{tmp_path}/file/registry.db")
+    assert RegistryClient.start(home).snapshot() == before
