@@ -29,7 +29,7 @@ def learn(
 
 def test_it_learns(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
     outcome, told = learn(settings(steps=60), tiny_base, rows, tmp_path)
-    assert told.losses[-1] < 0.8 * told.losses[0]
+    assert told.losses[-1] < told.losses[0] - 0.3
     assert outcome.position.loss_first == told.losses[0]
     assert outcome.position.loss_last == told.losses[-1]
     assert outcome.position.rows == 60 * 4
