@@ -123,9 +123,9 @@ def strays(installed: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]
 
 
 def explain(lines: Sequence[str]) -> str:
-    """The lines of pip's log that say why it failed: errors if there are any, else the last ones."""
+    """The lines of pip's log that say why it failed: its `ERROR:` lines if there are any, else the last ones."""
     telling = [line for line in lines if line.strip() and not line.startswith(("WARNING:", "DEPRECATION:"))]
-    errors = [line for line in telling if "ERROR" in line or "error:" in line]
+    errors = [line for line in telling if line.startswith("ERROR:")]
     return "\n".join(f"    {line}" for line in (errors or telling)[-_TAIL_LINES:])
 
 
