@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 ACTOR_NAME: Final = "vectors"
 _START_TIMEOUT_S = 60.0
-_LOCK_WAIT_S = 15.0
 _STOP_TIMEOUT_S = lite_process.STOP_LIMIT_S + 2.0
 _LOCATE_TIMEOUT_S = 90.0
 
@@ -33,12 +32,14 @@ _LOCATE_TIMEOUT_S = 90.0
 class MilvusLiteServer:
     """Owner of one Milvus Lite server over one data folder, on the loopback address of its machine.
 
-    The server is a child process with a lifeline: however this object's process ends, it ends too.
+    The server is a child process with a lifeline: however this object's process ends, it ends too. A data
+    folder that another process holds is waited for at most `lock_wait_s`.
     """
 
-    def __init__(self, data_dir: str, log_path: str) -> None:
+    def __init__(self, data_dir: str, log_path: str, *, lock_wait_s: float = 15.0) -> None:
         self._data_dir = Path(data_dir).absolute()
         self._log_path = Path(log_path)
+        self._lock_wait_s = lock_wait_s
         self._process: subprocess.Popen[bytes] | None = None
         self._uri = ""
 
@@ -66,7 +67,7 @@ class MilvusLiteServer:
     def _start(self) -> None:
         self._data_dir.mkdir(parents=True, exist_ok=True)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + _LOCK_WAIT_S
+        deadline = time.monotonic() + self._lock_wait_s
         while True:
             process = self._spawn()
             facts = self._first_report(process)
@@ -88,7 +89,7 @@ class MilvusLiteServer:
                 for orphan in orphans:
                     logger.warning("ending the orphaned Milvus Lite server with pid %s", orphan.pid)
                     orphan.kill()
-                deadline = time.monotonic() + _LOCK_WAIT_S
+                deadline = time.monotonic() + self._lock_wait_s
             time.sleep(0.5)
 
     def _spawn(self) -> subprocess.Popen[bytes]:

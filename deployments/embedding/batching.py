@@ -1,8 +1,8 @@
 """Which waiting texts go through the model together. Pure: lengths in, positions out.
 
-A batch is padded to its longest text, so what it costs is rows × longest. Two rules follow: texts of like
-length go together, and the text that has waited longest is always in the next batch, however long or short
-it is, so that nothing waits for ever.
+A batch is padded to its longest text, so what it costs is rows × longest: texts of like length go together.
+Whose turn it is, the caller says: that text is in the batch however long or short it is, so that nothing
+waits for ever.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ MIN_FILL = 0.75
 """A text joins a batch only if it is at least this share of the batch's longest: padding is work for nothing."""
 
 
-def choose(lengths: Sequence[int], budget: int) -> list[int]:
-    """Positions in `lengths` (tokens, oldest first) of the next batch, shortest first.
+def choose(lengths: Sequence[int], budget: int, first: int = 0) -> list[int]:
+    """Positions in `lengths` (tokens) of the next batch, shortest first.
 
-    The batch holds the oldest text, grows to its neighbours in length, nearest first, and stays within
-    `budget` padded tokens; a text that is over the budget by itself goes alone.
+    The batch holds the text at position `first`, grows to its neighbours in length, nearest first, and stays
+    within `budget` padded tokens; a text that is over the budget by itself goes alone.
     """
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda position: (lengths[position], position))
-    low = high = order.index(0)
+    low = high = order.index(first)
     while True:
         shortest, longest = lengths[order[low]], lengths[order[high]]
         rows = high - low + 2

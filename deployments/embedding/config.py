@@ -14,7 +14,7 @@ class EmbeddingConfig(Config):
     dtype: Literal["bfloat16", "float32"] = "float32"
     max_tokens: int | None = Field(default=None, ge=8)
     """Longest input in tokens; unset: the model's own limit."""
-    batch_tokens: int = Field(default=8192, ge=64)
+    batch_tokens: int = Field(default=4096, ge=64)
     """Padded tokens of one forward pass at the most."""
     batch_wait_s: float = Field(default=0.005, ge=0)
     max_queued: int = Field(default=4096, ge=1)

@@ -27,6 +27,8 @@ _RATE_MEMORY = 0.8
 class _Request:
     rows: list[Vectors | None]
     left: int
+    turn: int
+    """When it last had its turn, or came."""
     future: Future[Vectors] = field(default_factory=Future)
 
 
@@ -41,7 +43,9 @@ class _Text:
 class EmbeddingQueue:
     """Bounded queue in front of `encode`, which turns N token id lists into [N, D] float32.
 
-    A batch starts when it is full or its oldest text has waited `batch_wait_s`. Safe to call from any thread.
+    A batch starts when it is full or its oldest text has waited `batch_wait_s`. Calls take turns: a short
+    question waits for one batch of each call that came before, not for all thousand texts of one of them.
+    Safe to call from any thread.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class EmbeddingQueue:
         self._batch_wait_s = batch_wait_s
         self._max_queued = max_queued
         self._texts: list[_Text] = []
+        self._turn = 0
         self._tokens_per_s: float | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -69,7 +74,6 @@ class EmbeddingQueue:
         All of them are taken or none: raises `CapacityError` if they would be more than may wait. Cancelling
         the future takes those that still wait out of the queue.
         """
-        request = _Request(rows=[None] * len(token_ids), left=len(token_ids))
         now = time.monotonic()
         with self._changed:
             if self._closed:
@@ -81,6 +85,7 @@ class EmbeddingQueue:
                     retry_after_s=self._clear_after_s(),
                     hint="Ask again later, send fewer texts at once, or raise serve.embedding.replicas.",
                 )
+            request = _Request(rows=[None] * len(token_ids), left=len(token_ids), turn=self._turn)
             self._texts += [_Text(ids, request, row, now) for row, ids in enumerate(token_ids)]
             self._changed.notify()
         return request.future
@@ -130,7 +135,10 @@ class EmbeddingQueue:
                 if wait_s is not None and wait_s <= 0:
                     break
                 self._changed.wait(wait_s)
-            chosen = batching.choose([len(text.token_ids) for text in self._texts], self._batch_tokens)
+            first = min(range(len(self._texts)), key=lambda position: self._texts[position].request.turn)
+            self._turn += 1
+            self._texts[first].request.turn = self._turn
+            chosen = batching.choose([len(text.token_ids) for text in self._texts], self._batch_tokens, first)
             batch = [self._texts[position] for position in chosen]
             taken = set(chosen)
             self._texts = [text for position, text in enumerate(self._texts) if position not in taken]

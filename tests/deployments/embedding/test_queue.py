@@ -78,6 +78,31 @@ def test_beyond_the_bound_all_texts_of_a_call_are_refused(queue: EmbeddingQueue,
     assert [len(future.result(5)) for future in (held, waiting, last)] == [1, 8, 2]
 
 
+def test_calls_take_turns_so_that_a_question_does_not_wait_for_a_whole_library(
+    queue: EmbeddingQueue, model: Model
+) -> None:
+    model.free.clear()
+    library = queue.submit([[1] * 60] * 6)
+    assert model.entered.wait(5)
+    question = queue.submit([[2] * 3])
+    model.free.set()
+    assert question.result(5).tolist() == [[6, 3]]
+    assert library.result(5).shape == (6, 2)
+    assert model.batches[:2] == [[60], [3]]
+
+
+def test_a_long_text_is_not_starved_by_questions_that_keep_coming(queue: EmbeddingQueue, model: Model) -> None:
+    model.free.clear()
+    held = queue.submit([[1]])
+    assert model.entered.wait(5)
+    long = queue.submit([[1] * 500])
+    questions = [queue.submit([[2] * 60]) for _ in range(5)]
+    model.free.set()
+    for future in (held, long, *questions):
+        future.result(5)
+    assert model.batches[1] == [500]
+
+
 def test_a_failing_batch_fails_its_callers_only(queue: EmbeddingQueue) -> None:
     bad = queue.submit([[13] * 80, [1]])
     with pytest.raises(ValueError, match="unlucky"):

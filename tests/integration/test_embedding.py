@@ -1,0 +1,120 @@
+"""The embedding server against sentence-transformers' own `encode`: the same vectors, in whatever company."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from cluster import models
+from cluster.errors import ConfigError, RequestError
+from cluster.storage import Home
+from cluster.vectors.port import Vectors
+from deployments.embedding.config import EmbeddingConfig
+from deployments.embedding.server import EmbeddingServer
+
+pytestmark = pytest.mark.integration
+
+MODEL = "all-minilm-l6-v2"
+WORDS = ["read", "sort", "parse", "the file", "a list of numbers", "and return None", "if value is not set", "raise"]
+
+
+def some_texts(count: int, longest: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(0, longest))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def server(home: Home) -> Iterator[EmbeddingServer]:
+    made = EmbeddingServer(EmbeddingConfig(model=MODEL, batch_tokens=512), home)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def reference(home: Home) -> SentenceTransformer:
+    return SentenceTransformer(str(models.obtain(MODEL, home).path), device="cpu")
+
+
+def cosine_loss(ours: Vectors, theirs: Vectors) -> float:
+    norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    return float(1 - ((ours * theirs).sum(axis=1) / norms).min())
+
+
+async def test_vectors_are_those_of_encode_whatever_the_batch(
+    server: EmbeddingServer, reference: SentenceTransformer
+) -> None:
+    texts = some_texts(60, longest=60)
+    expected = reference.encode(texts, batch_size=7)
+    together = await server.embed(texts)
+    assert cosine_loss(together.vectors, expected) < 1e-5
+    alone = await asyncio.gather(*(server.embed([text]) for text in texts))
+    assert cosine_loss(np.concatenate([one.vectors for one in alone]), expected) < 1e-5
+    assert together.tokens == [len(ids) for ids in reference.tokenizer(texts)["input_ids"]]
+
+
+async def test_token_ids_give_the_vectors_of_their_texts(
+    server: EmbeddingServer, reference: SentenceTransformer
+) -> None:
+    texts = some_texts(5, longest=40, seed=1)
+    by_ids = await server.embed([list(ids) for ids in reference.tokenizer(texts)["input_ids"]])
+    assert cosine_loss(by_ids.vectors, reference.encode(texts)) < 1e-5
+
+
+async def test_truncating_is_what_encode_does_to_a_long_text(
+    server: EmbeddingServer, reference: SentenceTransformer
+) -> None:
+    long = " ".join(some_texts(30, longest=120, seed=2))
+    with pytest.raises(RequestError, match="at most 256"):
+        await server.embed([long])
+    embedded = await server.embed([long], truncate=True)
+    assert embedded.tokens == [256]
+    assert cosine_loss(embedded.vectors, reference.encode([long])) < 1e-5
+
+
+async def test_a_short_text_is_not_kept_waiting_by_long_ones(server: EmbeddingServer) -> None:
+    long = asyncio.create_task(server.embed(["word " * 200] * 60))
+    await asyncio.sleep(0.1)
+    short = await server.embed(["quick"])
+    assert short.tokens == [3]
+    assert not long.done()
+    assert (await long).vectors.shape == (60, 384)
+
+
+async def test_bfloat16_stays_close(home: Home, reference: SentenceTransformer) -> None:
+    server = EmbeddingServer(EmbeddingConfig(model=MODEL, dtype="bfloat16"), home)
+    texts = some_texts(40, longest=60, seed=3)
+    embedded = await server.embed(texts)
+    assert embedded.vectors.dtype == np.float32
+    assert cosine_loss(embedded.vectors, reference.encode(texts)) < 5e-3
+    assert np.linalg.norm(embedded.vectors, axis=1) == pytest.approx(np.ones(40), abs=1e-5)
+    server.close()
+
+
+async def test_the_model_says_who_it_is(server: EmbeddingServer, home: Home) -> None:
+    info, facts = await server.info(), await server.describe()
+    assert info.digest == models.obtain(MODEL, home).digest
+    assert (info.dimension, info.max_tokens) == (384, 256)
+    assert facts["dimensions"] == 384
+    assert facts["fingerprint"]["id"] == info.fingerprint.id
+    await server.check_health()
+
+
+async def test_token_ids_of_another_vocabulary_are_refused(server: EmbeddingServer) -> None:
+    for ids in ([30_522], [-1], []):
+        with pytest.raises(RequestError, match="0 to 30521") as caught:
+            await server.embed([[101, 102], ids])
+        assert caught.value.param == "input[1]"
+
+
+async def test_more_texts_than_may_ever_wait_are_refused(server: EmbeddingServer) -> None:
+    with pytest.raises(RequestError, match="4097 inputs in one call; at most 4096"):
+        await server.embed(["x"] * 4097)
+
+
+def test_a_limit_that_the_model_does_not_have_is_refused(home: Home) -> None:
+    with pytest.raises(ConfigError, match="max_tokens is 512") as caught:
+        EmbeddingServer(EmbeddingConfig(model=MODEL, max_tokens=512), home)
+    assert "256" in (caught.value.hint or "")
