@@ -13,16 +13,23 @@ from peft.helpers import disable_input_dtype_casting
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from actors.training import attention
 from actors.training.config import AdapterConfig
 from cluster.errors import ConfigError
 
 WEIGHTS = "adapter_model.safetensors"
 
 
-def load_base(path: Path, precision: str) -> Any:
-    """The base model in the folder `path`, its weights in `precision`, every weight frozen by `attach`."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, local_files_only=True)
+def load_base(path: Path, precision: str, device: torch.device) -> Any:
+    """The base model in the folder `path`, weights in `precision`, ready to be trained on `device` (still on CPU)."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    model.set_attn_implementation(attention.implementation(model.config, device))
+    return model
 
 
 def attach(model: Any, config: AdapterConfig, *, base_name: str, seed: int) -> Any:

@@ -62,7 +62,7 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | N
         micro_batch_size=config.optimizer.micro_batch_size,
         world_size=place.world_size,
     )
-    base = adapter.load_base(job.base_path, config.precision)
+    base = adapter.load_base(job.base_path, config.precision, place.device)
     model = adapter.attach(base, config.adapter, base_name=job.base_name, seed=config.seed)
     if resume:
         checkpoint.load_adapter(resume, model)

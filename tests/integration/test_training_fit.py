@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -206,6 +207,42 @@ def test_a_mistake_ends_the_fit_at_once_and_is_named(
             tracking_run_id="none",
         )
     assert "q_proj" in str(caught.value.hint)
+
+
+def test_ctrl_c_stops_the_workers_and_goes_on_to_the_caller(
+    ray_session: Session, base: StoredModel, data: DataVersion, home: Home
+) -> None:
+    """And leaves Ctrl-C as it was: fit() puts a handler of its own in place."""
+    handler = signal.getsignal(signal.SIGINT)
+    workers_before = len(training_workers())
+
+    def press_ctrl_c(progress: Progress) -> None:
+        if progress.done == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            settings(steps=100_000),
+            name="tiny",
+            run_id=new_run_id("tiny"),
+            base=base,
+            data=data,
+            home=home,
+            tracking_uri=prepare_tracking(home),
+            tracking_run_id="none",
+            sink=press_ctrl_c,
+        )
+    assert signal.getsignal(signal.SIGINT) is handler
+    deadline_s = time.monotonic() + 10
+    while len(training_workers()) > workers_before and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert len(training_workers()) == workers_before
+
+
+def training_workers() -> list[int]:
+    """Processes of Ray Train's workers on this machine."""
+    titles = {process.pid: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
+    return [pid for pid, title in titles.items() if "RayTrainWorker" in title]
 
 
 def test_too_few_rows_are_refused_before_any_worker_starts(base: StoredModel, data: DataVersion, home: Home) -> None:

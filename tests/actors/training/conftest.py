@@ -1,5 +1,6 @@
 """A tiny Llama with random weights and packed rows for it: small enough for a whole run in a second."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,6 +9,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.actors.training.small import VOCABULARY, packed_rows
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small only lose by threads, most of all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,12 @@ from actors.training.config import AdapterConfig
 from actors.training.objectives.sft import SftObjective
 from cluster.errors import ConfigError
 
+CPU = torch.device("cpu")
+
 
 def attached(base: Path, precision: str = "fp32", seed: int = 0, **changes: object) -> object:
     config = AdapterConfig.model_validate({"r": 4, "alpha": 8, **changes})
-    return adapter.attach(adapter.load_base(base, precision), config, base_name="tiny", seed=seed)
+    return adapter.attach(adapter.load_base(base, precision, CPU), config, base_name="tiny", seed=seed)
 
 
 def test_only_the_adapter_learns_in_fp32_beside_a_bf16_base(tiny_base: Path) -> None:
@@ -43,10 +45,10 @@ def test_a_saved_adapter_gives_the_same_loss_when_peft_loads_it(
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
     adapter.save(model, adapter.state(model), tmp_path / "adapter")
     batch = MicroBatch.from_arrow(rows)
-    loaded = PeftModel.from_pretrained(adapter.load_base(tiny_base, "fp32"), tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(adapter.load_base(tiny_base, "fp32", CPU), tmp_path / "adapter")
     here, there, bare = (
         SftObjective(each, "fp32")(batch.input_ids, batch.labels, batch.position_ids).item()
-        for each in (model, loaded, adapter.load_base(tiny_base, "fp32"))
+        for each in (model, loaded, adapter.load_base(tiny_base, "fp32", CPU))
     )
     assert here == pytest.approx(there, rel=1e-6)
     assert abs(here - bare) > 1

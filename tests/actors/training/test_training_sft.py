@@ -9,15 +9,17 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from actors.training.attention import PACKED
 from actors.training.batching import NO_LOSS, MicroBatch
 from actors.training.objectives.sft import SftObjective, count_loss_tokens
 from cluster.errors import ConfigError
 from tests.actors.training.small import examples
 
 
-@pytest.fixture(scope="module")
-def model(tiny_base: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+@pytest.fixture(scope="module", params=["sdpa", PACKED])
+def model(request: pytest.FixtureRequest, tiny_base: Path) -> Any:
+    """With transformers' mask for packed rows, and with our attention that needs none."""
+    return AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32, attn_implementation=request.param)
 
 
 def summed(model: Any, batch: MicroBatch) -> torch.Tensor:
