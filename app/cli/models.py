@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.tree import Tree
 
 from actors.registry import views
+from actors.registry.reader import read_state
 from app.cli.output import AsJson, show, table
-from app.pipelines.registry import read_state, writer
 from cluster.errors import ConfigError
 from cluster.storage import Home
 
@@ -105,6 +105,8 @@ def promote(
     as_json: AsJson = False,
 ) -> None:
     """Let an alias name a version."""
+    from app.pipelines.registry import writer  # imports ray
+
     with writer(Home.current()) as registry:
         move = registry.promote(name, alias, version, why=reason, expected=expected)
     show(move.model_dump(mode="json"), lambda to: to.print(f"{name}@{alias} → {name}/{move.version}"), as_json=as_json)
@@ -118,6 +120,8 @@ def rollback(
     as_json: AsJson = False,
 ) -> None:
     """Let an alias name the version that it named before."""
+    from app.pipelines.registry import writer  # imports ray
+
     with writer(Home.current()) as registry:
         move = registry.rollback(name, alias, why=reason)
     show(move.model_dump(mode="json"), lambda to: to.print(f"{name}@{alias} → {name}/{move.version}"), as_json=as_json)

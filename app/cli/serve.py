@@ -40,14 +40,14 @@ def run(
     with Display(notes) as display, connect() as session, ExitStack() as up:
         with display.stage("serve"):
             if session.owned:
-                served = up.enter_context(serve.running(settings, home, display))
+                url = up.enter_context(serve.running(settings, home, display))
             else:
-                served = serve.deploy(settings, home, display)
+                url = serve.deploy(settings, home, display)
         if not session.owned:
-            _tell(served.url, "It stays up; `serve shutdown` ends it.", as_json=as_json)
+            _tell(url, "It stays up; `serve shutdown` ends it.", as_json=as_json)
             return
-        with Beacon.lit(home, address=session.address, gateway_url=served.url, dashboard_url=session.dashboard_url):
-            _tell(served.url, "Press Ctrl-C to stop it.", as_json=as_json)
+        with Beacon.lit(home, address=session.address, gateway_url=url, dashboard_url=session.dashboard_url):
+            _tell(url, "Press Ctrl-C to stop it.", as_json=as_json)
             signal.pause()
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from time import monotonic
 
 from actors.evaluation.report import EvaluationReport
-from actors.evaluation.retrieval import RetrievalScores
 
 from actors.data.build import build
 from actors.data.examples import PairExample, read
 from actors.data.version import DataVersion
+from actors.evaluation.retrieval import RetrievalScores
 from actors.training.controller import TrainingResult
 from app.display import Display
 from app.pipelines import stages
@@ -84,9 +84,9 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
         adapter_name = f"{base_name}:{_reference(registration)}"
         with ExitStack() as up:
             with display.stage("serve"):
-                served = up.enter_context(running(serving, home, display))
+                url = up.enter_context(running(serving, home, display))
                 answers = ask(
-                    served.url,
+                    url,
                     (base_name, adapter_name),
                     data.held_out[:_QUESTIONS],
                     display,
@@ -94,9 +94,9 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
                 )
             pairs = pool(functions, home, documents=indexing.documents)
             with display.stage("index"):
-                indexed = index(served.url, indexing.collection, pairs, display)
+                indexed = index(url, indexing.collection, pairs, display)
             with display.stage("search"):
-                retrieval = ask_collection(served.url, indexing.collection, pairs[: indexing.queries], display)
+                retrieval = ask_collection(url, indexing.collection, pairs[: indexing.queries], display)
             summary = Summary(
                 seconds=monotonic() - began,
                 stages=display.times(),
@@ -107,16 +107,14 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
                 answers=tuple(answers),
                 indexed=indexed,
                 retrieval=retrieval,
-                url=served.url,
+                url=url,
                 dashboard_url=session.dashboard_url,
                 tracking_uri=standing.tracking_uri,
                 base_name=base_name,
                 adapter_name=adapter_name,
             )
             if kept is not None:
-                with Beacon.lit(
-                    home, address=session.address, gateway_url=served.url, dashboard_url=session.dashboard_url
-                ):
+                with Beacon.lit(home, address=session.address, gateway_url=url, dashboard_url=session.dashboard_url):
                     kept(summary)
         return summary
 

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 
 from actors.registry import views
-from app.pipelines.registry import read_state
+from actors.registry.reader import read_state
 from cluster.errors import DependencyError
 from cluster.session import Beacon, connect
 from cluster.storage import Home
