@@ -9,8 +9,10 @@ from safetensors.numpy import save_file
 MODULES = ("q_proj", "v_proj")
 
 
-def write_adapter(folder: Path, base: Path, *, seed: int, rank: int = 8, scale: float = 0.3) -> Path:
-    """A PEFT folder for the model in `base`; equal seeds give equal bytes."""
+def write_adapter(
+    folder: Path, base: Path, *, seed: int, rank: int = 8, scale: float = 0.3, width: int | None = None
+) -> Path:
+    """A PEFT folder for the model in `base`; equal seeds give equal bytes. A `width` unlike the base's: a misfit."""
     config = json.loads((base / "config.json").read_text())
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     outs = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
@@ -19,7 +21,7 @@ def write_adapter(folder: Path, base: Path, *, seed: int, rank: int = 8, scale: 
     for layer in range(config["num_hidden_layers"]):
         for module in MODULES:
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            a = random.standard_normal((rank, config["hidden_size"])) / np.sqrt(config["hidden_size"])
+            a = random.standard_normal((rank, width or config["hidden_size"])) / np.sqrt(config["hidden_size"])
             tensors[f"{prefix}.lora_A.weight"] = a.astype(np.float32)
             b = scale * random.standard_normal((outs[module], rank))
             tensors[f"{prefix}.lora_B.weight"] = b.astype(np.float32)

@@ -18,7 +18,7 @@ from cluster.errors import FlywheelError, RequestError
 from deployments.gateway import metrics as gateway_metrics
 from deployments.gateway import models, schemas
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.errors import problem
+from deployments.gateway.errors import out_of_time, problem
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served, Target
 from deployments.gateway.ports import Collections, Embedder, Engine
@@ -46,10 +46,10 @@ class Parts:
     collections: Collections | None = None
 
 
-def create_app(parts: Parts, config: GatewayConfig) -> FastAPI:
-    """The ASGI application over `parts`."""
+def create_app(parts: Parts, config: GatewayConfig, *, send_id: bool = True) -> FastAPI:
+    """The ASGI application over `parts`. `send_id`: put `x-request-id` into responses; a proxy may do that already."""
     app = FastAPI(title="Flywheel", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestScope, metrics=parts.metrics)
+    app.add_middleware(RequestScope, metrics=parts.metrics, send_id=send_id)
     app.add_exception_handler(HTTPException, _refuse)
     _add_models(app, parts)
     _add_generation(app, parts, config)
@@ -103,12 +103,12 @@ async def _generation(
     if isinstance(first, dict):
         await _close(answers)
         return _whole(first, target, parts)
-    assembler = StreamAssembler(
-        model=target.model, version=target.version, forward_usage=body.wants_usage, lost=problem(engine_lost())
-    )
+    assembler = StreamAssembler(model=target.model, version=target.version, forward_usage=body.wants_usage, kind=kind)
     events = assembler.feed("".join(first))
-    if assembler.failed:
-        raise engine_lost()
+    if assembler.fault:
+        # Some refusals come from the engine as the first event of a stream.
+        await _close(answers)
+        raise assembler.fault
     return StreamingResponse(
         _events(events, answers, assembler, deadline, parts.metrics),
         media_type=_EVENT_STREAM,
@@ -148,12 +148,14 @@ async def _events(
                 for event in assembler.feed("".join(answer)):
                     yield event
             last = assembler.close()
-        except (FlywheelError, TimeoutError) as error:
-            last = assembler.fail(problem(error))
+        except FlywheelError as error:
+            last = assembler.fail(error)
+        except TimeoutError:
+            last = assembler.fail(out_of_time())
         for event in last:
             yield event
     finally:
-        if assembler.failed:
+        if assembler.fault:
             metrics.stream_broke(model=assembler.model)
         metrics.tokens(
             model=assembler.model,

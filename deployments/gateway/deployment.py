@@ -50,4 +50,5 @@ class Gateway:
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Ray's hook for an ingress whose app needs the replica's handles."""
-        return create_app(self._parts, self._config)
+        # Serve's proxy gives every request an id, and sends it back itself.
+        return create_app(self._parts, self._config, send_id=False)

@@ -4,7 +4,6 @@ Everything has OpenAI's shape, so that the official SDKs raise their typed error
 `{"error": {"message", "type", "param", "code"}}`.
 """
 
-import asyncio
 import logging
 import math
 from dataclasses import dataclass, field
@@ -59,12 +58,17 @@ def problem(error: BaseException) -> Problem:
             return Problem(405, message, _type(405), code="method_not_allowed", headers=headers)
         case HTTPException():
             return Problem(error.status_code, str(error.detail), _type(error.status_code))
-        case asyncio.TimeoutError():
-            return Problem(504, "The request took longer than the gateway waits.", _type(504), code="timeout")
+        case TimeoutError():
+            return problem(out_of_time())
         case _:
             # The text of an unforeseen error may hold paths or data: it goes to the log, not to the client.
             logger.error("A request failed unforeseen.", exc_info=error)
             return Problem(500, "The server failed to handle this request.", _type(500), code="internal_error")
+
+
+def out_of_time() -> RequestError:
+    """The request has used up `gateway.request_timeout_s`."""
+    return RequestError("The request took longer than the gateway waits.", status=504, code="timeout")
 
 
 def _busy(error: FlywheelError, code: str, retry_after_s: float | None) -> Problem:

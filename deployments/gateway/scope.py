@@ -54,9 +54,10 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 class RequestScope:
     """Gives each request its id and counts it; an exception that no route has turned into a response ends here."""
 
-    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, send_id: bool) -> None:
         self._app = app
         self._metrics = metrics
+        self._send_id = send_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,7 +72,8 @@ class RequestScope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = trace.request_id
+                if self._send_id:
+                    MutableHeaders(scope=message)[REQUEST_ID_HEADER] = trace.request_id
             await send(message)
 
         try:

@@ -9,7 +9,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.gateway.errors import Problem
+from cluster.errors import FlywheelError
+from deployments.gateway.errors import problem
+from deployments.llm.failures import engine_lost, from_report
+from deployments.llm.protocol import Kind
 
 DONE = "data: [DONE]\n\n"
 _PREFIX = "data:"
@@ -30,24 +33,19 @@ class StreamAssembler:
     model: str
     version: str
     forward_usage: bool
-    lost: Problem
-    """What the client is told if the engine falls silent."""
+    kind: Kind = "chat"
     usage: Usage = field(default_factory=Usage)
     _rest: str = ""
     _open: set[int] = field(default_factory=set)
     _closed: set[int] = field(default_factory=set)
-    _failed: bool = False
+    fault: FlywheelError | None = None
+    """Why the stream cannot go on; an error event has been made of it."""
     _done: bool = False
 
     @property
     def complete(self) -> bool:
         """Every choice has its `finish_reason`, and the engine has said that it is done."""
-        return self._done and not self._failed and bool(self._closed) and not self._open
-
-    @property
-    def failed(self) -> bool:
-        """An error event has been made."""
-        return self._failed
+        return self._done and self.fault is None and bool(self._closed) and not self._open
 
     def feed(self, text: str) -> list[str]:
         """The client's events for a piece of the engine's stream; an event may be cut anywhere between pieces."""
@@ -56,18 +54,17 @@ class StreamAssembler:
 
     def close(self) -> list[str]:
         """The last events of a stream that has ended: an error if it broke off, and always `[DONE]`."""
-        if self.complete or self._failed:
+        if self.complete or self.fault:
             return [DONE]
-        return self.fail(self.lost)
+        return self.fail(engine_lost())
 
-    def fail(self, problem: Problem) -> list[str]:
+    def fail(self, fault: FlywheelError) -> list[str]:
         """The last events of a stream that cannot go on."""
-        self._failed = True
-        return [_sse(problem.body()), DONE]
+        return [self._error(fault), DONE]
 
     def _event(self, event: str) -> str | None:
         data = event.strip().removeprefix(_PREFIX).strip()
-        if not data or self._failed:
+        if not data or self.fault:
             return None
         if data == "[DONE]":
             self._done = True
@@ -75,12 +72,14 @@ class StreamAssembler:
         try:
             payload: dict[str, Any] = json.loads(data)
         except ValueError:
-            self._failed = True
-            return _sse(self.lost.body())
+            return self._error(engine_lost())
         if "error" in payload:
-            self._failed = True
-            return _sse(self.lost.body())
+            return self._error(from_report(payload["error"], self.kind))
         return self._chunk(payload)
+
+    def _error(self, fault: FlywheelError) -> str:
+        self.fault = fault
+        return _sse(problem(fault).body())
 
     def _chunk(self, payload: dict[str, Any]) -> str | None:
         for choice in payload.get("choices", []):

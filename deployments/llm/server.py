@@ -75,6 +75,7 @@ class LLMDeployment(LLMServer):
         self._known: dict[str, Adapter] = {}
         self._loading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._verdict: Verdict | None = None
+        self._running = 0
         await super().__init__(
             llm_config,
             engine_cls=OneProcessEngine if llm_config.accelerator_config.kind == "cpu" else VLLMEngine,
@@ -105,11 +106,14 @@ class LLMDeployment(LLMServer):
         with its traceback. `CapacityError` and `DependencyError` are raised. After the first item a fault is
         an error event in the stream.
         """
+        self._running += 1
         try:
             async for answer in self._generate(generation):
                 yield answer
         except RequestError as error:
             yield error
+        finally:
+            self._running -= 1
 
     async def describe(self) -> dict[str, Any]:
         """Facts for health and for people: which weights, which precision, what the parity check found."""
@@ -118,6 +122,7 @@ class LLMDeployment(LLMServer):
             "model": self._base,
             "digest": self._model.digest,
             "dtype": self._settings.dtype,
+            "running": self._running,
             "adapters": sorted(adapter.version for adapter in self._known.values()),
             "parity": self._verdict.as_dict() if self._verdict else None,
         }

@@ -3,9 +3,8 @@ from typing import Any
 
 import pytest
 
-from deployments.gateway.errors import problem
+from cluster.errors import RequestError
 from deployments.gateway.stream import DONE, StreamAssembler
-from deployments.llm.failures import engine_lost
 
 
 def chunk(text: str = "", *, index: int = 0, finish: str | None = None) -> str:
@@ -18,7 +17,7 @@ WHOLE = chunk("Hé") + chunk("llo", finish="stop") + USAGE + DONE
 
 
 def assembler(*, forward_usage: bool = False) -> StreamAssembler:
-    return StreamAssembler("smol:triage/3", "triage/3", forward_usage=forward_usage, lost=problem(engine_lost()))
+    return StreamAssembler("smol:triage/3", "triage/3", forward_usage=forward_usage)
 
 
 def payloads(events: list[str]) -> list[dict[str, Any]]:
@@ -80,10 +79,17 @@ def test_the_engines_own_error_event_takes_our_shape_once(fault: str) -> None:
     assert [("error" in one) for one in payloads(events)] == [False, True]
     assert "/path" not in events[1]
     assert events[-1] == DONE
-    assert made.failed
+    assert made.fault is not None
 
 
 def test_one_choice_may_end_before_the_other() -> None:
     made = assembler()
     made.feed(chunk("a", index=0, finish="stop") + chunk("b", index=1) + chunk("c", index=1, finish="length") + DONE)
     assert made.complete
+
+
+def test_a_refusal_that_comes_as_an_event_stays_the_clients_fault() -> None:
+    made = assembler()
+    made.feed('data: {"error": {"message": "too many logprobs", "param": "logprobs", "code": 400}}\n\n' + DONE)
+    assert isinstance(made.fault, RequestError)
+    assert (made.fault.status, made.fault.param) == (400, "logprobs")
