@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.registry.actor import Registry
-from actors.registry.state import AliasMove, Event, Fact, Promote, VersionFact
+from actors.registry.state import AliasMove, DataFact, Event, Fact, Promote, VersionFact
 from actors.registry.store import Log, MemoryEventStore
 from cluster.errors import ConfigError, DependencyError, RequestError
 from cluster.storage import Home
@@ -49,7 +49,9 @@ async def test_who_waits_is_woken_by_a_move_and_not_by_facts_of_training(
 ) -> None:
     start = await registry.snapshot()
     waiting = [asyncio.create_task(registry.wait_snapshot(start.number, 10)) for _ in range(50)]
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.02)
+    await registry.data(DataFact(id="errors@1", name="errors", digest="d", stage="examples"), "ada")
+    await asyncio.sleep(0.02)
     assert not any(task.done() for task in waiting)
     version = await registry.register(fact(make_adapter()), "ada")
     seen = await asyncio.gather(*waiting)
