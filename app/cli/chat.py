@@ -1,7 +1,7 @@
 """`flywheel chat`: talk to a served model or adapter, streaming."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,12 +26,12 @@ def run(
     import openai  # takes most of a second to import
 
     client = openai.OpenAI(base_url=f"{gateway_url(url)}/v1", api_key="none", max_retries=0, timeout=300)
-    conversation: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    conversation: list[Any] = [{"role": "system", "content": system}] if system else []
 
     def ask(text: str) -> str:
         conversation.append({"role": "user", "content": text})
         try:
-            stream = client.chat.completions.create(  # type: ignore[call-overload]
+            stream: Any = client.chat.completions.create(
                 model=model,
                 messages=conversation,
                 max_tokens=max_tokens,

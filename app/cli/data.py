@@ -1,5 +1,6 @@
 """`flywheel data`: make a data version, and look into one."""
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +27,6 @@ def build(
     """Read, validate, split and deduplicate a source into an immutable version."""
     config, name = _settings(source, assignments or [])
     from actors.data.build import build as make  # imports ray
-
     from app.pipelines.registry import writer
     from app.pipelines.stages import record_data
 
@@ -53,7 +53,7 @@ def show_version(
     if split not in version.splits:
         raise ConfigError(f"{version.id} has no split {split!r}.", hint=f"It has: {', '.join(sorted(version.splits))}.")
     rows = read(version, split, home, limit=number) if version.stage == "examples" and number else []
-    _show_version(version, as_json=as_json, rows=[row.model_dump(mode="json") for row in rows])
+    _show_version(version, as_json=as_json, rows=[asdict(row) for row in rows])
 
 
 def _settings(source: str, assignments: list[str]) -> tuple[DataConfig, str]:

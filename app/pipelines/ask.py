@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import openai
-from actors.data.examples import ChatExample
 
+from actors.data.examples import ChatExample
 from cluster.progress import Progress, Sink
 
 
@@ -35,7 +36,7 @@ def ask(
     for question in questions:
         *prompt, reference = question.messages
         for name in names:
-            request = {"model": name, "messages": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+            request: dict[str, Any] = {"model": name, "messages": prompt, "max_tokens": max_tokens, "temperature": 0.0}
             whole = client.chat.completions.create(**request)
             pieces = [
                 event.choices[0].delta.content or ""

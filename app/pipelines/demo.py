@@ -11,14 +11,13 @@ from time import monotonic
 from actors.evaluation.report import EvaluationReport
 
 from actors.data.build import build
-from actors.data.examples import PairExample, read
 from actors.data.version import DataVersion
 from actors.evaluation.retrieval import RetrievalScores
 from actors.training.controller import TrainingResult
 from app.display import Display
 from app.pipelines import stages
 from app.pipelines.ask import Answer, ask
-from app.pipelines.index import Indexed, index
+from app.pipelines.index import Indexed, index, pool
 from app.pipelines.index import ask as ask_collection
 from app.pipelines.serve import running
 from app.pipelines.stages import Ground, Registration
@@ -123,17 +122,6 @@ def _functions(standing: Ground, source: str) -> DataVersion:
     version = build(source, standing.recipe.data, standing.home, standing.sink)
     stages.record_data(standing.registry, version)
     return version
-
-
-def pool(version: DataVersion, home: Home, *, documents: int) -> list[PairExample]:
-    """Functions of held-out packages: all are indexed, and the docstrings of the first ones ask for them."""
-    pairs = [pair for pair in read(version, "test", home, limit=documents) if isinstance(pair, PairExample)]
-    if not pairs:
-        raise ConfigError(
-            f"{version.id} has no query/positive pairs in its test split.",
-            hint="Point index.source at a pairs dataset.",
-        )
-    return pairs
 
 
 def _reference(registration: Registration) -> str:

@@ -5,13 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
+from typing import Any
 
 import httpx
-from actors.data.examples import PairExample
-from actors.evaluation.retrieval import RetrievalScores, score
 
-from cluster.errors import DependencyError, RequestError
+from actors.data.examples import PairExample, read
+from actors.data.version import DataVersion
+from actors.evaluation.retrieval import RetrievalScores, score
+from cluster.errors import ConfigError, DependencyError, RequestError
 from cluster.progress import Progress, Sink
+from cluster.storage import Home
 
 _DOCUMENTS_PER_REQUEST = 64
 _CLIENTS = 4
@@ -24,6 +27,17 @@ class Indexed:
     collection: str
     documents: int
     seconds: float
+
+
+def pool(version: DataVersion, home: Home, *, documents: int) -> list[PairExample]:
+    """Functions of held-out packages: all are indexed, and the docstrings of the first ones ask for them."""
+    pairs = [pair for pair in read(version, "test", home, limit=documents) if isinstance(pair, PairExample)]
+    if not pairs:
+        raise ConfigError(
+            f"{version.id} has no query/positive pairs in its test split.",
+            hint="Point index.source at a pairs dataset.",
+        )
+    return pairs
 
 
 def index(url: str, collection: str, documents: Sequence[PairExample], sink: Sink) -> Indexed:
@@ -71,7 +85,7 @@ def _rank(client: httpx.Client, collection: str, pair: PairExample, k: int) -> i
     return next((place for place, hit in enumerate(hits, 1) if hit["id"] == pair.id), None)
 
 
-def _post(client: httpx.Client, path: str, body: dict[str, object]) -> dict[str, object]:
+def _post(client: httpx.Client, path: str, body: dict[str, object]) -> dict[str, Any]:
     try:
         response = client.post(path, json=body)
     except httpx.HTTPError as error:
@@ -81,7 +95,7 @@ def _post(client: httpx.Client, path: str, body: dict[str, object]) -> dict[str,
         ) from None
     if response.is_error:
         raise RequestError(f"{path}: {response.text[:300]}", status=response.status_code)
-    result: dict[str, object] = response.json()
+    result: dict[str, Any] = response.json()
     return result
 
 

@@ -147,7 +147,6 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
     except KeyboardInterrupt:
         _end(
             ground,
-            run_id,
             tracking_run,
             RunEnded(run_id=run_id, status="stopped", verdict="stopped by its user"),
         )
