@@ -7,6 +7,8 @@ from pydantic import Field, field_validator
 from cluster.config import Config
 
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+# MLflow keeps these for itself; an alias that could not be mirrored is refused where a person can react.
+RESERVED_ALIAS = re.compile(r"latest|v[0-9]+")
 ACTOR_NAME = "registry"
 NAMESPACE = "flywheel"
 
@@ -22,4 +24,11 @@ class RegisterConfig(Config):
     def _valid(cls, value: str | None) -> str | None:
         if value is not None and not NAME_PATTERN.fullmatch(value):
             raise ValueError("use 1 to 63 lower-case letters, digits, '.', '_' or '-', starting with a letter or digit")
+        return value
+
+    @field_validator("on_pass")
+    @classmethod
+    def _not_reserved(cls, value: str | None) -> str | None:
+        if value is not None and RESERVED_ALIAS.fullmatch(value):
+            raise ValueError("this alias is reserved; choose a role: champion, canary, …")
         return value

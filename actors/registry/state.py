@@ -13,7 +13,6 @@ gets the first answer:
 """
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -22,15 +21,12 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from actors.registry.config import NAME_PATTERN
+from actors.registry.config import NAME_PATTERN, RESERVED_ALIAS
 from actors.registry.snapshot import Kind, Route, Snapshot
 from cluster.config import Config
 from cluster.errors import RequestError, StateError
 
 RunStatus = Literal["running", "completed", "failed", "stopped"]
-
-# MLflow keeps these for itself; an alias that it could not mirror is refused here, where a person can react.
-_RESERVED_ALIAS: Final = re.compile(r"latest|v[0-9]+")
 
 
 class Fact(Config):
@@ -619,7 +615,7 @@ def _require_name(name: str, param: str) -> None:
 
 def _require_alias(alias: str) -> None:
     _require_name(alias, "alias")
-    if _RESERVED_ALIAS.fullmatch(alias):
+    if RESERVED_ALIAS.fullmatch(alias):
         raise RequestError(
             f"The alias {alias!r} is reserved.", param="alias", hint="Choose a role: champion, canary, …"
         )
