@@ -27,6 +27,11 @@ ACTOR_NAME: Final = "vectors"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = lite_process.STOP_LIMIT_S + 2.0
 _LOCATE_TIMEOUT_S = 90.0
+_SERVER_SETTINGS: Final = {
+    # Rows go from the table in memory into an indexed file at this size. Lite converts the whole table at every
+    # search, so its own 128 MiB make a search of 2,000 fresh rows ten times slower (169 ms against 16 ms).
+    "MILVUS_LITE_MEMTABLE_MEMORY_LIMIT_BYTES": str(512 << 10),
+}
 
 
 class MilvusLiteServer:
@@ -108,6 +113,7 @@ class MilvusLiteServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env={**_SERVER_SETTINGS, **os.environ},
                 # Its own group: Ctrl-C in a terminal reaches the owner, and the owner ends the server.
                 process_group=0,
             )

@@ -28,7 +28,7 @@ class _Request:
     rows: list[Vectors | None]
     left: int
     turn: int
-    """When it last had its turn, or came."""
+    """Number of its last turn; that of the turn before the present one when it has just come."""
     future: Future[Vectors] = field(default_factory=Future)
 
 
@@ -85,7 +85,8 @@ class EmbeddingQueue:
                     retry_after_s=self._clear_after_s(),
                     hint="Ask again later, send fewer texts at once, or raise serve.embedding.replicas.",
                 )
-            request = _Request(rows=[None] * len(token_ids), left=len(token_ids), turn=self._turn)
+            # Before the call that is in the model now, after those that have waited since before it.
+            request = _Request(rows=[None] * len(token_ids), left=len(token_ids), turn=self._turn - 1)
             self._texts += [_Text(ids, request, row, now) for row, ids in enumerate(token_ids)]
             self._changed.notify()
         return request.future

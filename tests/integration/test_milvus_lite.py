@@ -37,7 +37,8 @@ PROJECT = Path(__file__).parents[2]
 
 def rows(first: int, count: int) -> list[Record]:
     vectors = np.random.default_rng(first).normal(size=(count, DIMENSION)).astype(np.float32)
-    return [Record(f"{first + i:06d}", vectors[i], f"text {first + i}", {"n": first + i}) for i in range(count)]
+    # Long enough that a few thousand rows go through several of the server's files.
+    return [Record(f"{first + i:06d}", vectors[i], "text " * 100, {"n": first + i}) for i in range(count)]
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
@@ -70,12 +71,12 @@ def test_kill_9_in_the_middle_of_writing_loses_nothing_acknowledged(lite: Milvus
     killed: list[int] = []
 
     def kill() -> None:
-        for _ in range(2):
-            time.sleep(1.0)
+        for enough in (600, 1400):
+            until(lambda enough=enough: len(acknowledged) >= enough)  # type: ignore[misc]
             pid = lite.pid()
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
 
     killer = threading.Thread(target=kill)
     killer.start()
