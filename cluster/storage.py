@@ -104,6 +104,7 @@ def publish(target: Path) -> Iterator[Path]:
         except OSError:
             if not target.is_dir():
                 raise
+        _sync_entry(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -118,6 +119,7 @@ def write_atomically(path: Path, content: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
+        _sync_entry(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -134,10 +136,14 @@ def require_file_name(name: str, *, what: str) -> str:
 
 
 def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    for path in (folder, *folder.rglob("*")):
+        _sync_entry(path)
+
+
+def _sync_entry(path: Path) -> None:
+    """Make a file's bytes, or a folder's list of names, durable: a rename alone does not survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -17,6 +17,9 @@ from cluster.session import connect
 from cluster.storage import Home
 from cluster.tracking import MlflowTracker, prepare_tracking
 
+_MIRROR_WAIT_S = 10.0
+"""MLflow should show what a turn made before its cluster ends, but nobody waits long for a mirror."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -33,7 +36,9 @@ class Turn:
 def ground(recipe: Recipe, home: Home, display: Display) -> Iterator[Ground]:
     """The registry and the tracker of this home, on the Ray session that is connected."""
     uri = prepare_tracking(home)
-    yield Ground(recipe, home, RegistryClient.start(home), MlflowTracker(uri), uri, display)
+    registry = RegistryClient.start(home)
+    yield Ground(recipe, home, registry, MlflowTracker(uri), uri, display)
+    registry.wait_mirrored(_MIRROR_WAIT_S)
 
 
 def run(recipe: Recipe, home: Home, display: Display, *, evaluate: bool = True) -> Turn:
