@@ -45,7 +45,7 @@ class StoredModel:
     """One model folder: safetensors, config and tokenizer.
 
     `digest` is `storage.digest_folder(path)`; `tokenizer_digest` covers the tokenizer's files and the chat
-    template, on which an adapter depends as much as on the weights. `source` says where the weights came from.
+    template, on which an adapter depends as much as on the weights. `source` says where the weights are from.
     """
 
     name: str
