@@ -6,7 +6,7 @@ was made from: when it matches there is nothing to do. An interrupted installati
 next call mends what was cut off.
 
 pip resolves nothing here: a lock is complete, and vLLM's CPU build cannot be resolved beside its own
-requirements (docs/decisions/0002-locks.md).
+requirements (docs/decisions/0004-lock-without-resolution.md).
 """
 
 import argparse
