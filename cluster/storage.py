@@ -44,6 +44,10 @@ class Home:
         return self.root / "runs"
 
     @property
+    def evaluations(self) -> Path:  # actors.evaluation: every answer of every evaluation
+        return self.root / "evaluations"
+
+    @property
     def versions(self) -> Path:  # actors.registry: artifacts of registered versions
         return self.root / "versions"
 
