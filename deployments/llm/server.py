@@ -10,6 +10,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.llm import LLMServer
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
+from actors.evaluation.parity import ParityVerdict, reference
 from cluster.errors import DependencyError, RequestError
 from cluster.models import obtain
 from cluster.storage import Home
@@ -34,7 +36,7 @@ from deployments.llm._ray import (
 )
 from deployments.llm.adapters import AdapterCache
 from deployments.llm.config import LLMConfig
-from deployments.llm.parity import Verdict, check
+from deployments.llm.parity import check
 from deployments.llm.protocol import Adapter, Answer, Generation, Kind
 from deployments.logs import join_serve
 
@@ -44,11 +46,10 @@ logger = logging.getLogger(__name__)
 class AdapterLoader(LoraModelLoader):
     """Ray's seam for bringing an adapter to a replica; ours takes it from the node's verified cache."""
 
-    def __init__(self, *, cache: AdapterCache, known: dict[str, Adapter], base: str, **limits: Any) -> None:
+    def __init__(self, *, cache: AdapterCache, known: dict[str, Adapter], **limits: Any) -> None:
         super().__init__(**limits)
         self._cache = cache
         self._known = known
-        self._base = base
 
     async def load_model_from_config(self, lora_model_id: str, llm_config: Any) -> DiskMultiplexConfig:  # noqa: ARG002
         """The adapter that `generate` has announced under this id."""
@@ -74,29 +75,28 @@ class LLMDeployment(LLMServer):
         self._cache = AdapterCache(home.adapter_cache, max_rank=settings.max_lora_rank)
         self._known: dict[str, Adapter] = {}
         self._loading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._verdict: Verdict | None = None
+        self._verdict: ParityVerdict | None = None
         self._running = 0
+        # The reference's forward takes seconds, the first time; the engine starts meanwhile.
+        expected = asyncio.to_thread(reference, self._model, home) if settings.parity_check else None
+        computing = asyncio.create_task(expected) if expected else None
         await super().__init__(
             llm_config,
             engine_cls=OneProcessEngine if llm_config.accelerator_config.kind == "cpu" else VLLMEngine,
-            model_downloader=partial(AdapterLoader, cache=self._cache, known=self._known, base=self._base),
+            model_downloader=partial(AdapterLoader, cache=self._cache, known=self._known),
         )
         engine_ready = time.monotonic()
-        await self._warm_up()
-        if settings.parity_check:
-            self._verdict = await check(self._model, self._whole_answer)
-            if not self._verdict.passed:
-                raise DependencyError(
-                    f"The engine does not compute what {self._base} computes: {self._verdict.difference}",
-                    hint="Try llm.dtype: float32. If that helps, report it: the engine plugin should have mended this.",
-                    retryable=False,
-                )
+        if computing:
+            self._verdict = await check(await computing, self._whole_answer, settings.dtype)
+            self._refuse_if_wrong(self._verdict)
+        else:
+            await self._warm_up()
         logger.info(
             "%s is ready: engine %.1f s, warm-up and parity %.1f s; parity: %s",
             self._base,
             engine_ready - started,
             time.monotonic() - engine_ready,
-            self._verdict.difference if self._verdict else "not checked",
+            self._verdict or "not checked",
         )
 
     async def generate(self, generation: Generation) -> AsyncIterator[Answer | RequestError]:
@@ -124,7 +124,7 @@ class LLMDeployment(LLMServer):
             "dtype": self._settings.dtype,
             "running": self._running,
             "adapters": sorted(adapter.version for adapter in self._known.values()),
-            "parity": self._verdict.as_dict() if self._verdict else None,
+            "parity": asdict(self._verdict) if self._verdict else None,
         }
 
     async def _generate(self, generation: Generation) -> AsyncIterator[Answer]:
@@ -174,6 +174,14 @@ class LLMDeployment(LLMServer):
                     code="adapter_invalid",
                     hint="Register an adapter that was trained on this base.",
                 ) from None
+
+    def _refuse_if_wrong(self, verdict: ParityVerdict) -> None:
+        if not verdict.passed:
+            raise DependencyError(
+                f"The engine does not compute what {self._base} computes: {verdict}.",
+                hint="Try llm.dtype: float32. If that helps, deployments/engine_plugin has not mended this CPU.",
+                retryable=False,
+            )
 
     async def _warm_up(self) -> None:
         # The first request with log-probabilities compiles a kernel (12 s on a busy laptop): before, not in, traffic.
