@@ -1,17 +1,22 @@
 """Batch inference with vLLM: one engine, the base and its adapters in it, for as long as a suite runs.
 
-It is the engine that will serve, with the same mends: vLLM loads them itself, by their entry point. It knows
-prompts and adapters' folders; it knows nothing about references, scores or the registry.
+It is the engine that will serve, with the same mends: vLLM loads them itself, by their entry point. That they are
+there, nobody has to believe: `parity` shows it. It knows prompts and adapters' folders; it knows nothing about
+right answers, scores or the registry.
 """
 
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from time import monotonic
+from typing import Any
 
 from actors.data.rows import Message
+from actors.evaluation.parity import Dtype, Observed, ParityCase, ParityVerdict, compare, reference
 from cluster import environment
+from cluster.models import StoredModel
+from cluster.storage import Home
 
 # vLLM allocates for one of these ranks.
 _RANKS = (8, 16, 32, 64, 128, 256)
@@ -25,10 +30,11 @@ class BatchEngine:
         model: Path,
         adapters: dict[str, Path],
         *,
-        dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+        dtype: Dtype = "bfloat16",
         gpu: bool = False,
     ) -> None:
         """`adapters` by name: folders as PEFT saves them."""
+        began = monotonic()
         from vllm import LLM  # seconds, and sets up its device
         from vllm.lora.request import LoRARequest
 
@@ -38,9 +44,15 @@ class BatchEngine:
             allowed = next(size for size in _RANKS if size >= rank)
             lora = {"enable_lora": True, "max_lora_rank": allowed, "max_loras": len(adapters)}
         self._llm = LLM(model=str(model), dtype=dtype, enforce_eager=not gpu, disable_log_stats=True, seed=0, **lora)
+        self._dtype: Dtype = dtype
+        self._start_s = monotonic() - began
         self._adapters = {
             name: LoRARequest(name, number, str(path)) for number, (name, path) in enumerate(adapters.items(), 1)
         }
+
+    def start_s(self) -> float:
+        """Seconds that the engine took from the import of vLLM until it could answer."""
+        return self._start_s
 
     def answer(
         self, conversations: Sequence[list[Message]], candidates: Sequence[str | None], *, max_new_tokens: int
@@ -56,32 +68,36 @@ class BatchEngine:
         )
         return [output.outputs[0].text for output in outputs]
 
-    def log_probabilities(self, prompts: Sequence[list[int]], *, new_tokens: int) -> list[dict[str, Any]]:
-        """For the parity check, by the base: log-probabilities of each prompt's tokens, and a greedy continuation.
+    def parity(self, model: StoredModel, home: Home) -> ParityVerdict:
+        """Whether this engine's base computes what the trainer computes: all cases in one batch, then each alone."""
+        expected = reference(model, home)
+        together = compare(expected, self._observe(expected.cases), self._dtype)
+        if not together.passed:
+            return together
+        return compare(expected, [self._observe([case])[0] for case in expected.cases], self._dtype)
 
-        Each result has `prompt` [len - 1] and, of the continuation, `tokens` and `logprobs` [new_tokens].
-        """
+    def _observe(self, cases: Sequence[ParityCase]) -> list[Observed]:
         from vllm import SamplingParams
 
         outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            SamplingParams(temperature=0.0, max_tokens=new_tokens, logprobs=0, prompt_logprobs=0, ignore_eos=True),
+            [{"prompt_token_ids": case.prompt} for case in cases],
+            [
+                SamplingParams(temperature=0.0, max_tokens=max(1, len(case.continuation)), prompt_logprobs=0)
+                for case in cases
+            ],
             use_tqdm=False,
         )
-        results = []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            seen = output.prompt_logprobs[1:]
-            made = output.outputs[0]
-            results.append(
-                {
-                    "prompt": [place[token].logprob for token, place in zip(prompt[1:], seen, strict=True)],
-                    "tokens": list(made.token_ids),
-                    "logprobs": [
-                        place[token].logprob for token, place in zip(made.token_ids, made.logprobs, strict=True)
-                    ],
-                }
+        return [
+            Observed(
+                # The first place has no value: nothing comes before it.
+                [
+                    place[token].logprob
+                    for token, place in zip(case.prompt[1:], output.prompt_logprobs[1:], strict=True)
+                ],
+                list(output.outputs[0].token_ids),
             )
-        return results
+            for case, output in zip(cases, outputs, strict=True)
+        ]
 
 
 def worker_environment(*, gpu: bool) -> dict[str, str]:
@@ -94,6 +110,8 @@ def worker_environment(*, gpu: bool) -> dict[str, str]:
         # One process: a batch job gains nothing from an engine core beside it.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # The first request for log-probabilities would compile a helper for 12 s; eager it takes microseconds.
+        "TORCHDYNAMO_DISABLE": "1",
         # Nothing else computes while a suite runs.
         "OMP_NUM_THREADS": str(os.cpu_count() or 1),
     }

@@ -1,12 +1,16 @@
-"""The gate in front of an alias, as a pure decision."""
+"""Whether a candidate may take the alias. Pure: the paired difference in, a verdict with its numbers out."""
 
 from actors.evaluation.config import GateConfig
-from actors.evaluation.report import GateVerdict
-from actors.evaluation.statistics import Interval
+from actors.evaluation.report import GateVerdict, Interval
 
 
 def decide(gate: GateConfig, difference: Interval, n: int) -> GateVerdict:
-    """Pass only if the whole interval of (candidate − base) lies above zero: luck must not move an alias."""
+    """Pass only if the whole interval of (candidate - base) lies above zero: luck must not move an alias.
+
+    An interval at another confidence than the gate's is the caller's mistake: `ValueError`.
+    """
+    if difference.confidence != gate.confidence:
+        raise ValueError(f"interval at {difference.confidence}, gate at {gate.confidence}")
     passed = difference.low > 0
     return GateVerdict(
         passed=passed,

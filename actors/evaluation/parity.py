@@ -1,12 +1,11 @@
-# NOTE (main developer) to helper MODELS+EVALUATION: I overwrote your parity.py by accident at 00:27 while you were silent.
-# Put your own version back (Question, Answer, ParityReference, compare as deployments/llm/parity.py uses them) and delete this note.
-# I have also written suites.py, statistics.py, report.py, gates.py, engine.py, evaluate.py in this folder: take them over, improve where
-# you know better (app/pipelines use report.EvaluationReport, evaluate.evaluate, Score/Interval), do not write them again; then tests.
 """Does an engine compute what the trainer computes? Engines do disagree silently: fluent, and wrong.
 
 A reference is made once for each set of weights by transformers' own forward in float32; an engine then has to
-give the same log-probabilities for the same tokens (prefill), and to continue greedily with the same tokens where
-the reference leaves no doubt (decode). The comparison is pure; only `reference` knows torch.
+give nearly the same log-probabilities for the same prompt tokens, and to continue greedily with the same tokens
+where the reference leaves no doubt. Both are asked: with the AMX fault that deployments/engine_plugin mends, the
+log-probabilities of a prompt are right while the first token that the engine generates is already wrong.
+
+The comparison is pure; only `reference` knows torch. This module knows no engine: who has one asks it.
 """
 
 import json
@@ -15,23 +14,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster.errors import ConfigError
 from cluster.models import StoredModel
 from cluster.storage import Home, write_atomically
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
-PROMPTS = (
-    "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is",
-    "one two three four five six seven eight nine ten eleven twelve one two three four five six",
-    "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n    return a - b\n\ndef multiply(a, b):\n    return",
-    "It was a bright cold day in April, and a small dog ran over the wet street to its house. It was a bright cold",
+TEXTS = (
+    "What is the capital of France?",
+    "Repeat these words and write nothing else: red, green, blue, yellow, orange, violet, black, white.",
+    "Write a Python function that adds two numbers.",
+    # Longer than one block of the paged cache (128 tokens on CPU).
+    "Read this and answer. "
+    + "The ship left the harbour at dawn, and the crew watched the lights of the town grow small. " * 9
+    + "What did the crew watch?",
 )
-NEW_TOKENS = 8
+NEW_TOKENS = 32
+"""Tokens of the reference's answer among which the clear ones are looked for."""
 SURE_NATS = 1.0
 """A greedy token that leads the next by more than this cannot flip by rounding."""
 
-TOLERANCE_NATS: dict[Dtype, float] = {"bfloat16": 0.12, "float16": 0.03, "float32": 0.005}
-"""Mean absolute difference of log-probabilities that rounding explains; measured figures in docs/decisions/0005."""
+TOLERANCE_NATS: dict[Dtype, float] = {"bfloat16": 0.12, "float16": 0.03, "float32": 0.001}
+"""Largest mean |Δ log p| over the prompts' tokens that rounding explains.
+
+Measured with SmolLM2-135M, vLLM 0.32 on CPU: bfloat16 0.026, float16 0.004, float32 4e-6 (at most 0.29, 0.05 and
+4e-5 for one token). Hugging Face's own bfloat16 forward is 0.03 away from float32.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """`mean_nats`, `max_nats`: absolute differences of log-probabilities over all cases."""
+    """`mean_nats`, `max_nats`: absolute differences of the prompts' log-probabilities over all cases."""
 
     passed: bool
     mean_nats: float
@@ -77,7 +85,7 @@ class ParityVerdict:
 
 
 def compare(reference: ParityReference, observed: Sequence[Observed], dtype: Dtype) -> ParityVerdict:
-    """Prefill within the tolerance of `dtype`, and every sure greedy token the same."""
+    """Prompts within the tolerance of `dtype`, and every sure greedy token the same."""
     differences = [
         abs(theirs - ours)
         for case, seen in zip(reference.cases, observed, strict=True)
@@ -99,40 +107,87 @@ def compare(reference: ParityReference, observed: Sequence[Observed], dtype: Dty
 
 
 def reference(model: StoredModel, home: Home) -> ParityReference:
-    """The reference of `model`, made by one float32 forward on this machine or read from an earlier one."""
-    path = _path(model, home)
-    if path.is_file():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept.get("prompts") == list(PROMPTS):
-            return ParityReference(kept["model_digest"], [ParityCase(**case) for case in kept["cases"]])
-    made = ParityReference(model.digest, _forward(model.path))
-    write_atomically(path, json.dumps({**asdict(made), "prompts": list(PROMPTS)}))
+    """The reference of `model`, made by one float32 forward on this machine or read from an earlier one.
+
+    Making it takes about 10 s and 4 bytes per weight of memory for 135M parameters. `ConfigError` if the model is
+    sure of nothing (untrained weights are), for then it cannot be checked.
+    """
+    path = home.models / f"parity-{model.digest[:16]}.json"
+    kept = _kept(path)
+    if kept is not None and kept.model_digest == model.digest:
+        return kept
+    cases = _forward(model.path)
+    if not any(case.continuation for case in cases):
+        raise ConfigError(
+            f"{model.name} decides no token of the parity cases by {SURE_NATS} nats, so it cannot be checked.",
+            hint="Check the weights: untrained ones look like this. To serve them anyway: parity_check: false.",
+        )
+    made = ParityReference(model.digest, cases)
+    write_atomically(path, json.dumps({**asdict(made), "texts": list(TEXTS)}) + "\n")
     return made
 
 
-def _path(model: StoredModel, home: Home) -> Path:
-    return home.root / "cache" / "parity" / f"{model.digest}.json"
+def longest_run(flags: Sequence[bool]) -> tuple[int, int]:
+    """Start and end of the longest stretch of true values (the first of equals); (0, 0) if there is none."""
+    best, start = (0, 0), 0
+    for place, flag in enumerate([*flags, False]):
+        if not flag:
+            best = max(best, (start, place), key=lambda run: run[1] - run[0])
+            start = place + 1
+    return best if best[1] > best[0] else (0, 0)
+
+
+def _kept(path: Path) -> ParityReference | None:
+    """None if there is none, or one of other texts or of another shape: it is made again."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["texts"] == list(TEXTS):
+            return ParityReference(kept["model_digest"], [ParityCase(**case) for case in kept["cases"]])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
 
 
 def _forward(folder: Path) -> list[ParityCase]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     model.eval()
-    cases = []
+    stop = model.generation_config.eos_token_id
+    stops = set(stop if isinstance(stop, list) else [stop])
     with torch.inference_mode():
-        for text in PROMPTS:
-            prompt: list[int] = tokenizer(text)["input_ids"]
-            logprobs = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), dim=-1)
+        return [_case(model, _encode(tokenizer, text), stops) for text in TEXTS]
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """As a chat if the model has a template, so that it is asked what it was trained to answer."""
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": text}]
+        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+    return list(tokenizer.encode(text))
+
+
+def _case(model: Any, prompt: list[int], stops: set[int | None]) -> ParityCase:
+    """Answer greedily and keep the longest run of sure tokens; what comes before it joins the prompt."""
+    import torch
+
+    past, fed = None, prompt
+    of_prompt: list[float] = []
+    tokens: list[int] = []
+    chosen: list[float] = []
+    margins: list[float] = []
+    while len(tokens) < NEW_TOKENS and not (tokens and tokens[-1] in stops):
+        out = model(input_ids=torch.tensor([fed]), past_key_values=past, use_cache=True)
+        logprobs = out.logits[0].float().log_softmax(-1)
+        if not tokens:
             of_prompt = logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
-            continuation: list[int] = []
-            while len(continuation) < NEW_TOKENS:
-                after = torch.log_softmax(model(torch.tensor([prompt + continuation])).logits[0, -1].float(), dim=-1)
-                best, second = after.topk(2).values.tolist()
-                if best - second < SURE_NATS:
-                    break
-                continuation.append(int(after.argmax()))
-            cases.append(ParityCase(prompt, of_prompt, continuation))
-    return cases
+        (best, second), (token, _) = (part.tolist() for part in logprobs[-1].topk(2))
+        tokens.append(token)
+        chosen.append(best)
+        margins.append(best - second)
+        past, fed = out.past_key_values, [token]
+    start, end = longest_run([margin >= SURE_NATS for margin in margins])
+    logprobs_of_all = [round(value, 6) for value in of_prompt + chosen[:start]]
+    return ParityCase([*prompt, *tokens[:start]], logprobs_of_all, tokens[start:end])

@@ -1,10 +1,13 @@
 """What is asked and what counts as right. Pure: examples in, cases and verdicts out; no engine, no statistics."""
 
+import hashlib
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.data.examples import ChatExample
 from actors.data.rows import Message
+from cluster.errors import ConfigError
 
 _WRAPPING = "`'\"*"
 
@@ -16,20 +19,32 @@ class Case:
     id: str
     prompt: list[Message]
     reference: str
+    group: str
 
 
-def cases(examples: Sequence[ChatExample]) -> list[Case]:
-    """Each example as a case: its last message, the assistant's, is the reference."""
-    return [Case(one.id, one.messages[:-1], one.messages[-1]["content"]) for one in examples]
+def cases(examples: Sequence[ChatExample], *, limit: int | None = None) -> list[Case]:
+    """Each example as a case: its last message, the assistant's, is the reference.
+
+    With `limit`, the cases whose ids hash lowest: the same ones every time, and a bigger limit only adds to them.
+    `ConfigError` names an example that has no question or no answer.
+    """
+    chosen = sorted(examples, key=lambda one: hashlib.sha256(one.id.encode()).digest())[:limit]
+    for one in chosen:
+        if len(one.messages) < 2 or one.messages[-1]["role"] != "assistant":
+            raise ConfigError(
+                f"Example {one.id} does not end with an assistant's answer to a question.",
+                hint="Exact match compares with the last message; leave such examples out of the eval data.",
+            )
+    return [Case(one.id, one.messages[:-1], one.messages[-1]["content"], one.group) for one in chosen]
 
 
 def normalise(answer: str) -> str:
-    """An answer as it is compared: white space folded, quotes and Markdown around it and a last full stop removed.
+    """An answer as it is compared: Unicode in NFC, white space folded, quotes, Markdown and full stops around it off.
 
-    Case counts. The rule is the same for every candidate; it forgives form, so that a base model which writes
-    `ValueError`. loses nothing against an adapter that writes ValueError.
+    Case and words count. The rule is the same for every candidate; it forgives form, so that a base model which
+    writes `ValueError`. loses nothing against an adapter that writes ValueError.
     """
-    folded = " ".join(answer.split())
+    folded = " ".join(unicodedata.normalize("NFC", answer).split())
     before = None
     while folded != before:
         before = folded
