@@ -206,6 +206,8 @@ def _stamped(environment: Environment) -> str:
 def _only_one(environment: Environment) -> Iterator[None]:
     """Two set-ups at once would tear each other's packages; the second waits and then finds the stamp."""
     with (environment.cache / "setup.lock").open("w") as file:
+        # pip inherits the lock: if only we are killed, the next set-up waits until pip has ended too.
+        os.set_inheritable(file.fileno(), True)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -323,6 +325,7 @@ def _start(command: Sequence[str], environment: Environment) -> "subprocess.Pope
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            close_fds=False,
             env={**os.environ, "TMPDIR": str(scratch)},
         )
 
