@@ -138,7 +138,11 @@ def _divided(gathered: _Gathered, config: DataConfig) -> tuple[dict[Split, list[
     for side, positions in (("train", division.train), ("test", division.test)):
         chosen = [gathered.rows[position] for position in positions]
         if gathered.class_share is not None:
-            kept = mining.balanced([row.messages[-1]["content"] for row in chosen], gathered.class_share)
+            kept = mining.balanced(
+                [row.messages[-1]["content"] for row in chosen],
+                gathered.class_share,
+                [_chance_to_stay(config.seed, row) for row in chosen],
+            )
             dropped["over-class-share"] += len(chosen) - len(kept)
             chosen = [chosen[place] for place in kept]
         sides["train" if side == "train" else "test"] = chosen
@@ -152,7 +156,7 @@ def _mined(name: str, files: Sequence[SourceFile], seed: int, sink: Sink) -> _Ga
     selection = miner.select(
         [finding for _, finding in found],
         [files[file].group for file, _ in found],
-        [rank(seed, row.id) for row in made],
+        [_chance_to_stay(seed, row) for row in made],
     )
     return _Gathered(
         shape="pairs" if name == "python-functions" else "chat",
@@ -161,6 +165,11 @@ def _mined(name: str, files: Sequence[SourceFile], seed: int, sink: Sink) -> _Ga
         dropped=selection.dropped,
         class_share=miner.class_share,
     )
+
+
+def _chance_to_stay(seed: int, row: Row) -> str:
+    """Rank of a row where a cap cuts; independent of `rank(seed, id)`, by which rows are published."""
+    return rank(seed, f"keep:{row.id}")
 
 
 def _search(name: str, files: Sequence[SourceFile], sink: Sink) -> tuple[list[tuple[int, Finding]], list[Rejected]]:

@@ -38,7 +38,7 @@ SAYS_NOTHING = frozenset({"Exception", "BaseException"})
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FORMAT_FIELD = re.compile(r"\{[^{}]*\}")
-_PERCENT_FIELD = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?[sdrifgxXoeEGcu]")
+_PERCENT_FIELD = re.compile(r"%(?:%|(?:\([^)]*\))?[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?[sdrifgxXoeEGcu])")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _SENTENCE_END = re.compile(r"(?<=[^\W\d_][\w)\]'\"`])[.!?](?=\s|$)")
 
@@ -151,7 +151,11 @@ def frequent_classes(classes: Sequence[str], groups: Sequence[str]) -> set[str]:
 
 
 def at_most(limit: int, keys: Sequence[Hashable], order: Sequence[str]) -> list[int]:
-    """Positions that stay when each key keeps at most `limit` of its own, first by `order`; ascending."""
+    """Positions that stay when each key keeps at most `limit` of its own, first by `order`; ascending.
+
+    `order` must have nothing to do with the order in which rows are published: otherwise the keys that were cut
+    would crowd the beginning, and a prefix would not be a fair sample.
+    """
     taken: Counter[Hashable] = Counter()
     stay = []
     for position in sorted(range(len(keys)), key=order.__getitem__):
@@ -161,16 +165,9 @@ def at_most(limit: int, keys: Sequence[Hashable], order: Sequence[str]) -> list[
     return sorted(stay)
 
 
-def balanced(classes: Sequence[str], share: float) -> list[int]:
-    """Positions that stay when no class may have more than `share` of them; the first of each class stay."""
-    cap = share_cap(Counter(classes).values(), share)
-    taken: Counter[str] = Counter()
-    stay = []
-    for position, name in enumerate(classes):
-        taken[name] += 1
-        if taken[name] <= cap:
-            stay.append(position)
-    return stay
+def balanced(classes: Sequence[str], share: float, order: Sequence[str]) -> list[int]:
+    """Positions that stay when no class may have more than `share` of them; the first by `order` stay."""
+    return at_most(share_cap(Counter(classes).values(), share), classes, order)
 
 
 def share_cap(counts: Iterable[int], share: float) -> int:
@@ -252,13 +249,17 @@ def _text(node: ast.expr) -> str | None:
             return "".join(_text(part) or PLACEHOLDER for part in parts)
         case ast.BinOp(left=left, op=ast.Mod()):
             pattern = _text(left)
-            return None if pattern is None else _PERCENT_FIELD.sub(PLACEHOLDER, pattern).replace("%%", "%")
+            return None if pattern is None else _PERCENT_FIELD.sub(_percent_value, pattern)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             first, second = _text(left), _text(right)
             return None if first is None and second is None else (first or PLACEHOLDER) + (second or PLACEHOLDER)
         case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
             return _FORMAT_FIELD.sub(PLACEHOLDER, text)
     return None
+
+
+def _percent_value(field: re.Match[str]) -> str:
+    return "%" if field[0] == "%%" else PLACEHOLDER
 
 
 def _documented(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: Sequence[str]) -> Finding | None:

@@ -1,16 +1,20 @@
 """From examples to a data version of the tokens stage: render, mask, tokenize, pack, publish.
 
-The shell around `chat` and `packing`; the only one that knows which Ray actors tokenize.
+The shell around `chat` and `packing`; the only one that knows which Ray tasks tokenize.
 """
 
+import functools
 import importlib.metadata
 import logging
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from ray.data import ActorPoolStrategy
+from ray.data import TaskPoolStrategy
+from ray.data.expressions import lit
 
 from actors.data import chat, feed, packing, version
 from actors.data.build import version_name
@@ -30,10 +34,11 @@ _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt", "*.model",
 )  # fmt: skip
 _BATCH_ROWS = 1000
-_ROWS_PER_ACTOR = 20_000
-_MAX_ACTORS = 8
+_ROWS_PER_WORKER = 20_000
+_MAX_WORKERS = 8
 _TOKENIZED = pa.schema(
     [
+        ("split", pa.string()),
         ("row", pa.int64()),
         ("id", pa.string()),
         ("input_ids", pa.list_(pa.int32())),
@@ -86,8 +91,7 @@ def prepare(
         )
     contents: dict[Split, SplitContent] = {}
     rejected: list[Rejected] = []
-    for split in version.SPLITS:
-        tokenized = _tokenized(examples, split, home, limits[split], tokenizer_path, sink)
+    for split, tokenized in _tokenized(examples, home, limits, tokenizer_path, sink).items():
         usable = []
         for one in tokenized:
             fault = _fault(one, config.max_length)
@@ -126,56 +130,62 @@ def limit_of(config: DataConfig, examples: DataVersion, split: Split) -> int | N
     return None
 
 
-class _Tokenizer:
-    """A Ray Data actor: one tokenizer, loaded once, renders batch after batch."""
-
-    def __init__(self, path: Path) -> None:
-        self._tokenizer = chat.load_tokenizer(path)
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        return pa.Table.from_pylist([self._tokenize(one) for one in batch.to_pylist()], schema=_TOKENIZED)
-
-    def _tokenize(self, one: dict[str, Any]) -> dict[str, Any]:
-        kept = {
-            "row": one["row"],
-            "id": one["id"],
-            "group": one["group"],
-            "file": one["origin"]["file"],
-            "line": one["origin"]["line"],
-        }
-        try:
-            rendered = chat.render(self._tokenizer, turns(one["messages"]))
-        except RenderError as error:
-            return {**kept, "input_ids": [], "loss_mask": [], "reason": error.reason, "detail": str(error)}
-        return {
-            **kept,
-            "input_ids": rendered.input_ids,
-            "loss_mask": rendered.loss_mask,
-            "reason": "",
-            "detail": "",
-        }
-
-
 def _tokenized(
-    examples: DataVersion, split: Split, home: Home, limit: int | None, tokenizer_path: Path, sink: Sink
-) -> list[dict[str, Any]]:
-    """Every example of the side, tokenized, in the version's row order."""
-    total = min(examples.splits[split].rows, limit or examples.splits[split].rows)
-    # An actor imports transformers for seconds: one is enough until tokenizing takes longer than that.
-    actors = min(_MAX_ACTORS, 1 + total // _ROWS_PER_ACTOR)
-    stream = feed.dataset(examples, split, home, limit=limit).map_batches(
-        _Tokenizer,
-        fn_constructor_args=(tokenizer_path,),
-        batch_size=_BATCH_ROWS,
-        batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=actors),
-        num_cpus=1,
+    examples: DataVersion, home: Home, limits: Mapping[Split, int | None], tokenizer_path: Path, sink: Sink
+) -> dict[Split, list[dict[str, Any]]]:
+    """Every example of both sides, tokenized, in the version's row order."""
+    sides = [
+        feed.dataset(examples, split, home, limit=limits[split]).with_column("split", lit(split))
+        for split in version.SPLITS
+    ]
+    total = sum(min(side.rows, limits[split] or side.rows) for split, side in examples.splits.items())
+    # A worker imports transformers for seconds: one is enough until tokenizing takes longer than that.
+    workers = min(_MAX_WORKERS, 1 + total // _ROWS_PER_WORKER)
+    stream = (
+        sides[0]
+        .union(*sides[1:])
+        .map_batches(
+            partial(_tokenize, tokenizer_path),
+            batch_size=_BATCH_ROWS,
+            batch_format="pyarrow",
+            compute=TaskPoolStrategy(size=workers),
+        )
     )
     tokenized: list[dict[str, Any]] = []
     for batch in stream.iter_batches(batch_size=None, batch_format="pyarrow"):
         tokenized += batch.to_pylist()
-        sink(Progress(stage="prepare", done=len(tokenized), total=total, unit="examples", note=split))
-    return sorted(tokenized, key=lambda one: int(one["row"]))
+        sink(Progress(stage="prepare", done=len(tokenized), total=total, unit="examples"))
+    tokenized.sort(key=lambda one: int(one["row"]))
+    return {split: [one for one in tokenized if one["split"] == split] for split in version.SPLITS}
+
+
+def _tokenize(tokenizer_path: Path, batch: pa.Table) -> pa.Table:
+    """One Ray task."""
+    tokenizer = _loaded(tokenizer_path)
+    tokenized = []
+    for one in batch.to_pylist():
+        reason, detail, rendered = "", "", chat.RenderedChat([], [])
+        try:
+            rendered = chat.render(tokenizer, turns(one["messages"]))
+        except RenderError as error:
+            reason, detail = error.reason, str(error)
+        tokenized.append(
+            {
+                **{key: one[key] for key in ("split", "row", "id", "group")},
+                **{key: one["origin"][key] for key in ("file", "line")},
+                "input_ids": rendered.input_ids,
+                "loss_mask": rendered.loss_mask,
+                "reason": reason,
+                "detail": detail,
+            }
+        )
+    return pa.Table.from_pylist(tokenized, schema=_TOKENIZED)
+
+
+@functools.cache
+def _loaded(tokenizer_path: Path) -> Any:
+    """Kept for the life of a Ray worker process, which runs many tasks."""
+    return chat.load_tokenizer(tokenizer_path)
 
 
 def _fault(one: dict[str, Any], max_length: int) -> tuple[str, str] | None:

@@ -1,0 +1,167 @@
+"""Users' own files: every format and shape, and rows that cannot be used."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.data import sources
+from actors.data.rows import Row
+from cluster.errors import ConfigError
+
+QUESTION, ANSWER = "What is 2 + 2?", "4"
+TURNS = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+
+
+def _jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": TURNS},
+        {"prompt": QUESTION, "completion": ANSWER},
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+        {"instruction": QUESTION, "output": ANSWER},
+        {"instruction": QUESTION, "input": "", "output": ANSWER, "note": "other columns do not matter"},
+    ],
+    ids=["messages", "prompt", "conversational prompt", "instruction", "empty input"],
+)
+def test_one_conversation_in_any_shape_is_the_same_row(tmp_path: Path, record: dict[str, Any]) -> None:
+    read = sources.read(_jsonl(tmp_path / "rows.jsonl", [record]))
+    assert read.shape == "chat"
+    assert [list(row.messages) for row in read.rows] == [TURNS]
+    reference = sources.read(_jsonl(tmp_path / "reference.jsonl", [{"messages": TURNS}])).rows[0]
+    assert (read.rows[0].id, read.rows[0].group) == (reference.id, reference.group)
+
+
+def test_an_input_follows_its_instruction(tmp_path: Path) -> None:
+    record = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
+    [row] = sources.read(_jsonl(tmp_path / "rows.jsonl", [record])).rows
+    assert row.messages[0]["content"] == "Add.\n\n2 and 2"
+
+
+def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+WRITERS = {
+    ".jsonl": lambda path, rows: _jsonl(path, rows),
+    ".json": lambda path, rows: path.write_text(json.dumps(rows)),
+    ".csv": _write_csv,
+    ".parquet": lambda path, rows: pq.write_table(pa.Table.from_pylist(rows), path),
+}
+PAIRS = [
+    {"query": "sum of two", "positive": "def add(a, b):\n    return a + b", "group": "math"},
+    {"query": 'größer, "länger"', "positive": "x > y", "group": "order"},
+]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"pairs{suffix}"
+    WRITERS[suffix](path, PAIRS)
+    read = sources.read(path)
+    assert read.shape == "pairs"
+    assert [{"query": row.query, "positive": row.positive, "group": row.group} for row in read.rows] == PAIRS
+    assert {row.origin.file for row in read.rows} == {path.name}
+
+
+def test_a_folder_that_datasets_saved_keeps_its_splits(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list(PAIRS)
+    whole.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train_sft": whole, "test_sft": whole.select([0])}).save_to_disk(tmp_path / "two")
+    assert [row.split for row in sources.read(tmp_path / "one").rows] == [None, None]
+    read = sources.read(tmp_path / "two")
+    assert [(row.query, row.split) for row in read.rows] == [
+        (PAIRS[0]["query"], "train"), (PAIRS[1]["query"], "train"), (PAIRS[0]["query"], "test")
+    ]  # fmt: skip
+
+
+def test_a_folder_of_train_and_test_files_says_the_split_and_parts_do_not(tmp_path: Path) -> None:
+    for name in ("train-00000", "validation"):
+        _jsonl(
+            tmp_path / "sided" / f"{name}.jsonl" if (tmp_path / "sided").mkdir(exist_ok=True) is None else tmp_path,
+            PAIRS,
+        )
+    assert [row.split for row in sources.read(tmp_path / "sided").rows] == ["train", "train", "test", "test"]
+    (tmp_path / "sided" / "validation.jsonl").rename(tmp_path / "sided" / "trains.jsonl")
+    assert {row.split for row in sources.read(tmp_path / "sided").rows} == {None}
+
+
+def test_bad_rows_are_handed_back_with_their_reason_and_the_rest_is_read(tmp_path: Path) -> None:
+    rows: list[Any] = [
+        {"messages": TURNS},
+        '{"messages": [',
+        "[1, 2]",
+        {"prompt": "no messages here"},
+        {"messages": TURNS[:1]},
+        {"messages": [{"role": "tool", "content": "x"}, *TURNS]},
+        {"messages": [TURNS[0], {"role": "assistant", "content": " "}]},
+        '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}',
+        {"messages": TURNS[1:]},
+        {"messages": TURNS, "group": 7},
+    ]
+    read = sources.read(_jsonl(tmp_path / "rows.jsonl", rows))
+    assert [row.origin.line for row in read.rows] == [1, 10]
+    assert read.rows[1].group == "7"
+    assert [(bad.line, bad.reason) for bad in read.rejected] == [
+        (2, "malformed"),
+        (3, "malformed"),
+        (4, "missing-value"),
+        (5, "no-answer"),
+        (6, "unknown-role"),
+        (7, "missing-value"),
+        (8, "not-utf8"),
+        (9, "no-question"),
+    ]
+    assert all(bad.detail and bad.row for bad in read.rejected)
+
+
+def test_bytes_that_are_not_text_reject_their_row_only(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(b"prompt,completion\ncaf\xe9,x\nfine,y\nfine,y,z\n")
+    read = sources.read(tmp_path / "rows.csv")
+    assert len(read.rows) == 1
+    assert [bad.reason for bad in read.rejected] == ["not-utf8", "malformed"]
+    (tmp_path / "rows.jsonl").write_bytes(b'{"query": "caf\xe9", "positive": "x"}\n{"query": "q", "positive": "x"}\n')
+    assert [bad.reason for bad in sources.read(tmp_path / "rows.jsonl").rejected] == ["malformed"]
+
+
+def test_an_unknown_shape_names_its_columns_and_the_known_shapes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="question, answer") as caught:
+        sources.read(_jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}]))
+    assert "prompt/completion" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("rows.xlsx", "x", "unknown format"),
+        ("rows.json", '{"a": 1}', "not a list"),
+        ("rows.json", "{", "not JSON"),
+        ("rows.parquet", "x", "not Parquet"),
+        ("rows.jsonl", "", "no known shape"),
+        ("rows.jsonl", '{"prompt": "", "completion": ""}', "no usable row: missing-value"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, name: str, content: str, expected: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=expected):
+        sources.read(tmp_path / name)
+
+
+def test_rows_without_a_group_share_one_if_they_ask_the_same(tmp_path: Path) -> None:
+    records = [{"prompt": "p", "completion": text} for text in "xy"] + [{"prompt": "q", "completion": "x"}]
+    rows: list[Row] = sources.read(_jsonl(tmp_path / "rows.jsonl", records)).rows
+    assert rows[0].group == rows[1].group != rows[2].group
+    assert len({row.id for row in rows}) == 3
