@@ -45,7 +45,9 @@ Feed = Callable[[StepPlan, int], Iterator[MicroBatch]]
 
 
 class Reporter(Protocol):
-    """Where a worker's news goes. `checkpoint` is called on every rank, `step` on rank 0."""
+    """Where a worker's news goes. `resumed` and `checkpoint` are called on every rank, `step` on rank 0."""
+
+    def resumed(self, position: Position, folder: Path) -> None: ...
 
     def step(self, position: Position, metrics: Mapping[str, float]) -> None: ...
 
@@ -75,10 +77,10 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | N
     if resume:
         position = checkpoint.read_position(resume, run_id=job.run_id)
         checkpoint.load_optimizer(resume, model, adamw, strategy)
-        logger.info("run %s goes on after step %d", job.run_id, position.step)
+        report.resumed(position, resume)
 
     batches = feed(plan, position.step)
-    folder, metrics = resume, {}
+    folder = resume
     began_s, tokens_done = time.perf_counter(), 0.0
     with adapter.same_dtype_inputs(model):
         for step in range(position.step, plan.steps):
@@ -166,6 +168,11 @@ class _RayReporter:
         )
         self._untold: list[tuple[str, int, str, dict[str, float]]] = []
 
+    def resumed(self, position: Position, folder: Path) -> None:
+        logger.info("run %s goes on after step %d", position.run_id, position.step)
+        # Whoever died after this checkpoint may not have told of it.
+        self._tell(position, folder, {"loss": position.loss_last})
+
     def step(self, position: Position, metrics: Mapping[str, float]) -> None:
         if self._metrics:
             self._metrics.log(position.step, metrics)
@@ -185,18 +192,19 @@ class _RayReporter:
         ray.train.report(
             dict(metrics), checkpoint=told, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD
         )
-        if self._place.rank == 0:
-            identity = checkpoint_id(position.run_id, position.step)
-            self._untold.append((identity, position.step, str(folder), dict(metrics)))
-            self._tell(last=position.step == self._job.config.steps)
+        self._tell(position, folder, metrics)
 
-    def _tell(self, *, last: bool) -> None:
+    def _tell(self, position: Position, folder: Path, metrics: Mapping[str, float]) -> None:
         """Tell the registry; while it is away the news waits for the next checkpoint, and only the last insists."""
+        if self._place.rank != 0:
+            return
+        identity = checkpoint_id(position.run_id, position.step)
+        self._untold.append((identity, position.step, str(folder), dict(metrics)))
         while self._untold:
             try:
                 self._job.on_checkpoint(*self._untold[0])
             except FlywheelError as error:
-                if last:
+                if position.step == self._job.config.steps:
                     raise
                 logger.warning("checkpoint %s is not yet told: %s", self._untold[0][0], error)
                 return

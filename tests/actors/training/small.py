@@ -72,6 +72,9 @@ class Remembered:
         self.checkpoints: list[Path] = []
         self._stop_after = stop_after
 
+    def resumed(self, position: Position, folder: Path) -> None:
+        self.checkpoints.append(folder)
+
     def step(self, position: Position, metrics: Mapping[str, float]) -> None:
         self.losses.append(metrics["loss"])
 
