@@ -58,8 +58,10 @@ def library_settings(root: Path) -> dict[str, str]:
         "MPLCONFIGDIR": cache / "matplotlib",
         "XDG_CACHE_HOME": cache,
         "XDG_CONFIG_HOME": cache / "config",
-        "RAY_AUTH_TOKEN_PATH": root / "ray" / "auth_token",
     }
+    if RAY_ADDRESS not in os.environ:
+        # The token of our own cluster lies with us; a cluster of somebody else's has its own, in Ray's place.
+        folders["RAY_AUTH_TOKEN_PATH"] = root / "ray" / "auth_token"
     wanted = {**_QUIET, **_CPU, **{name: str(path) for name, path in folders.items()}}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 

@@ -16,6 +16,7 @@ from typing import Any
 from cluster import environment
 from cluster.errors import ConfigError, DependencyError
 from cluster.storage import Home, write_atomically
+from cluster.telemetry import log_to_file
 
 NAMESPACE = "flywheel"
 
@@ -73,10 +74,12 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
     Raises `DependencyError` if a named cluster does not answer, or if none is found and `start` is false.
     """
     import ray  # heavy; nothing before this line needs it
+    from ray.exceptions import RayError
 
     home = Home.current()
+    log_to_file(home)
     if ray.is_initialized():
-        yield _describe(ray, owned=False)
+        yield Session(ray.get_runtime_context().gcs_address, owned=False, dashboard_url=None)
         return
     target = address or os.environ.get(environment.RAY_ADDRESS)
     if target is None and (beacon := Beacon.read(home)) is not None:
@@ -97,18 +100,20 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
     if owned:
         home.root.mkdir(parents=True, exist_ok=True)
         _ensure_token()
-        ray.init(address="local", num_cpus=num_cpus or default_cpus(), include_dashboard=True, **common)
+        context = ray.init(address="local", num_cpus=num_cpus or default_cpus(), include_dashboard=True, **common)
     else:
         try:
-            ray.init(address=target, **common)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+            context = ray.init(address=target, **common)
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             raise DependencyError(
                 f"Ray at {target!r} cannot be reached: {str(error).splitlines()[0]}",
                 hint="Start it with `ray start --head`, mend RAY_ADDRESS, or unset it to let Flywheel start Ray.",
                 retryable=False,
             ) from None
+    log_to_file(home)
+    url = f"http://{context.dashboard_url}" if context.dashboard_url else None
     try:
-        yield _describe(ray, owned=owned)
+        yield Session(ray.get_runtime_context().gcs_address, owned, url)
     finally:
         ray.shutdown()
 
@@ -144,9 +149,3 @@ def require_free_port(host: str, port: int) -> None:
                 f"Port {port} on {host} cannot be used: {error.strerror}.",
                 hint="Stop what listens there, or choose another: --set serve.gateway.port=8001.",
             ) from None
-
-
-def _describe(ray: Any, *, owned: bool) -> Session:
-    context = ray.get_runtime_context()
-    url = ray.worker.global_worker.node.webui_url if owned else None
-    return Session(address=context.gcs_address, owned=owned, dashboard_url=f"http://{url}" if url else None)

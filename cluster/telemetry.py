@@ -1,0 +1,40 @@
+"""Where log lines of a command go: into a file under FLYWHEEL_HOME, so that the terminal belongs to the person.
+
+Workers and replicas log where Ray puts them (its session folder); this is about the process of the command line.
+"""
+
+import logging
+import sys
+from logging.handlers import RotatingFileHandler
+
+from cluster.storage import Home
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_MAX_BYTES = 10 << 20
+_KEPT = 3
+_NAME = "flywheel-file"
+
+
+def log_to_file(home: Home) -> None:
+    """Send this process's log to `home.logs`/flywheel.log and take every logger off the terminal.
+
+    Call it again after heavy imports: ray.serve.llm puts its own handler on the root logger when it is imported
+    (ray 2.60), and Ray's parts bring handlers of their own.
+    """
+    root = logging.getLogger()
+    ours = next((handler for handler in root.handlers if handler.get_name() == _NAME), None)
+    if ours is None:
+        home.logs.mkdir(parents=True, exist_ok=True)
+        ours = RotatingFileHandler(home.logs / "flywheel.log", maxBytes=_MAX_BYTES, backupCount=_KEPT, delay=True)
+        ours.set_name(_NAME)
+        ours.setFormatter(logging.Formatter(_FORMAT))
+    for name in ("", *logging.root.manager.loggerDict):
+        logger = logging.getLogger(name)
+        for handler in list(logger.handlers):
+            if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout):
+                logger.removeHandler(handler)
+                logger.propagate = True
+    if ours not in root.handlers:
+        root.addHandler(ours)
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
