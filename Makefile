@@ -10,7 +10,7 @@ CACHE := $(CURDIR)/.venv/.cache
 # Nothing is written into the working copy: no bytecode of ours, no example databases, no tool caches.
 export PYTHONDONTWRITEBYTECODE := 1
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CACHE)/hypothesis
-PYTEST = $(BIN)/python -m pytest --basetemp=$(CACHE)/pytest-$@
+PYTEST = $(BIN)/python -m pytest --basetemp=$(CACHE)/pytest-$@ -o tmp_path_retention_policy=failed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

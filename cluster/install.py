@@ -9,6 +9,9 @@ pip resolves nothing here: a lock is complete, and vLLM's CPU build cannot be re
 requirements (docs/decisions/0004-lock-without-resolution.md).
 """
 
+# A Python that is too old must get as far as our message, which evaluated annotations would not let it.
+from __future__ import annotations
+
 import argparse
 import fcntl
 import hashlib
@@ -123,10 +126,15 @@ def strays(installed: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]
 
 
 def explain(lines: Sequence[str]) -> str:
-    """The lines of pip's log that say why it failed: its `ERROR:` lines if there are any, else the last ones."""
+    """Why pip failed: its `ERROR:` lines, after the last failed connection; the last lines if there are none.
+
+    pip's other warnings (one per ignored location, hundreds on some machines) say nothing about a failure.
+    """
+    retries = [line for line in lines if line.startswith("WARNING: Retrying")]
+    errors = [line for line in lines if line.startswith("ERROR:")]
     telling = [line for line in lines if line.strip() and not line.startswith(("WARNING:", "DEPRECATION:"))]
-    errors = [line for line in telling if line.startswith("ERROR:")]
-    return "\n".join(f"    {line}" for line in (errors or telling)[-_TAIL_LINES:])
+    reasons = [*retries[-1:], *errors] or telling
+    return "\n".join(f"    {line}" for line in reasons[-_TAIL_LINES:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -314,7 +322,7 @@ def _log_since(environment: Environment, offset: int) -> str:
         return file.read().decode("utf-8", errors="replace")
 
 
-def _start(command: Sequence[str], environment: Environment) -> "subprocess.Popen[bytes]":
+def _start(command: Sequence[str], environment: Environment) -> subprocess.Popen[bytes]:
     # pip keeps downloads in TMPDIR: a small /tmp would not hold them, and a killed pip leaves them behind.
     scratch = environment.cache / "tmp"
     shutil.rmtree(scratch, ignore_errors=True)

@@ -4,6 +4,8 @@ A lock names every package of an environment with one exact version. This module
 and only the standard library, because the installer reads it before anything is installed.
 """
 
+from __future__ import annotations  # also read by a Python that is too old, see cluster.install
+
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -27,9 +27,13 @@ from tests.serving import ServeApp, running  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def home() -> Iterator[Home]:
-    """The session's FLYWHEEL_HOME; removed at the end unless FLYWHEEL_TEST_HOME names it."""
-    yield Home(_ROOT)
+def home() -> Home:
+    """The session's FLYWHEEL_HOME."""
+    return Home(_ROOT)
+
+
+def pytest_unconfigure() -> None:
+    """Remove the home, also of a session in which no test asked for it, unless FLYWHEEL_TEST_HOME names it."""
     if not _KEPT:
         shutil.rmtree(_ROOT, ignore_errors=True)
 

@@ -37,6 +37,12 @@ def test_pips_reason_is_not_buried_under_its_warnings() -> None:
     assert install.explain(lines).strip() == "ERROR: No matching distribution found for torch"
 
 
+def test_a_failed_connection_is_part_of_the_reason() -> None:
+    retry = "WARNING: Retrying (Retry(total=0)) after connection broken"
+    said = install.explain([retry, retry, "WARNING: Location ignored", "ERROR: No matching distribution found"])
+    assert [line.strip() for line in said.splitlines()] == [retry, "ERROR: No matching distribution found"]
+
+
 def test_without_an_error_line_the_last_lines_are_the_reason() -> None:
     assert install.explain(["Collecting a", "ModuleNotFoundError: no editables", ""]).splitlines()[-1].strip() == (
         "ModuleNotFoundError: no editables"
