@@ -11,8 +11,11 @@ import json
 import logging
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import safe_open
 
 from cluster.errors import DependencyError, RequestError
 from cluster.storage import PARTIAL_PREFIX, digest_folder, publish
@@ -20,6 +23,7 @@ from deployments.llm.protocol import Adapter
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 
 logger = logging.getLogger(__name__)
@@ -42,9 +46,11 @@ class _Copy:
 class AdapterCache:
     """Immutable copies under `root/<digest>`. One flight per adapter, however many requests want it."""
 
-    def __init__(self, root: Path, *, max_rank: int) -> None:
+    def __init__(self, root: Path, *, max_rank: int, base: Path) -> None:
+        """`base`: folder of the weights that the adapters are for."""
         self._root = root
         self._max_rank = max_rank
+        self._base = base
         self._copies: dict[str, _Copy] = {}
         self._flights: dict[str, asyncio.Task[_Copy]] = {}
 
@@ -109,6 +115,40 @@ class AdapterCache:
                 code="adapter_rank_too_large",
                 hint="Serve with a larger llm.max_lora_rank, or train with a smaller adapter.r.",
             )
+        if misfit := first_misfit(shapes(folder), shapes(self._base)):
+            raise RequestError(
+                f"Adapter {adapter.version} does not fit {self._base.name}: {misfit}.",
+                param="model",
+                code="adapter_invalid",
+                hint="Register an adapter that was trained on this base.",
+            )
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in a folder's safetensors, by name; reads only their headers."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            found.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+def first_misfit(adapter: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why LoRA matrices A [r, in] and B [out, r] cannot go onto weights [out, in], or None.
+
+    vLLM 0.32 does not look: it copies a smaller matrix into the corner of a larger one and answers with that.
+    """
+    for name, shape in adapter.items():
+        module, _, matrix = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
+        if matrix not in ("A.weight", "B.weight"):
+            continue
+        weight = base.get(f"{module}.weight")
+        if weight is None:
+            continue  # a checkpoint may name its modules otherwise; vLLM itself refuses a module that it lacks
+        axis = 1 if matrix == "A.weight" else 0
+        if shape[axis] != weight[axis]:
+            return f"{module} is {weight[0]} × {weight[1]}, the adapter's {matrix[0]} is {shape[0]} × {shape[1]}"
+    return None
 
 
 def _files(folder: Path) -> list[Path]:

@@ -72,7 +72,7 @@ class LLMDeployment(LLMServer):
         self._model = await asyncio.to_thread(obtain, settings.model, home)
         use_weights(llm_config, str(self._model.path))
         self._base: str = llm_config.model_id
-        self._cache = AdapterCache(home.adapter_cache, max_rank=settings.max_lora_rank)
+        self._cache = AdapterCache(home.adapter_cache, max_rank=settings.max_lora_rank, base=self._model.path)
         self._known: dict[str, Adapter] = {}
         self._loading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._verdict: ParityVerdict | None = None

@@ -2,26 +2,39 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from cluster.errors import DependencyError, RequestError
 from cluster.storage import digest_folder
-from deployments.llm.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterCache
+from deployments.llm.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterCache, first_misfit
 from deployments.llm.protocol import Adapter
+
+WIDTH = 8
+PREFIX = "base_model.model.layers.0.q_proj"
 
 
 def registered(folder: Path, *, rank: int = 8, version: str = "triage/1", extra: str | None = None) -> Adapter:
     folder.mkdir(parents=True)
     (folder / CONFIG_FILE).write_text(json.dumps({"r": rank}))
-    (folder / WEIGHTS_FILE).write_bytes(b"weights of " + version.encode())
+    a = np.full((rank, WIDTH), len(version), dtype=np.float32)
+    save_file({f"{PREFIX}.lora_A.weight": a, f"{PREFIX}.lora_B.weight": a.T.copy()}, folder / WEIGHTS_FILE)
     if extra:
         (folder / extra).write_bytes(b"")
     return Adapter(version, str(folder), digest_folder(folder))
 
 
+def made(tmp_path: Path, cache: type[AdapterCache] = AdapterCache) -> AdapterCache:
+    base = tmp_path / "base"
+    base.mkdir(exist_ok=True)
+    save_file({"layers.0.q_proj.weight": np.zeros((WIDTH, WIDTH), dtype=np.float32)}, base / "model.safetensors")
+    return cache(tmp_path / "cache", max_rank=16, base=base)
+
+
 @pytest.fixture
 def cache(tmp_path: Path) -> AdapterCache:
-    return AdapterCache(tmp_path / "cache", max_rank=16)
+    return made(tmp_path)
 
 
 async def test_a_copy_outlives_its_source(cache: AdapterCache, tmp_path: Path) -> None:
@@ -41,7 +54,7 @@ async def test_many_at_once_make_one_copy(tmp_path: Path, monkeypatch: pytest.Mo
             type(self).copies += 1
             super()._copy(adapter, target)
 
-    cache, adapter = Counting(tmp_path / "cache", max_rank=16), registered(tmp_path / "v1")
+    cache, adapter = made(tmp_path, Counting), registered(tmp_path / "v1")
     folders = await asyncio.gather(*(cache.fetch(adapter) for _ in range(20)))
     assert len(set(folders)) == 1
     assert Counting.copies == 1
@@ -70,9 +83,9 @@ async def test_a_copy_that_was_damaged_is_made_anew_before_it_is_used(
 
 async def test_a_cache_of_an_earlier_process_is_verified_and_used(tmp_path: Path) -> None:
     adapter = registered(tmp_path / "v1")
-    folder = await AdapterCache(tmp_path / "cache", max_rank=16).fetch(adapter)
+    folder = await made(tmp_path).fetch(adapter)
     gone = Adapter(adapter.version, str(tmp_path / "gone"), adapter.digest)
-    assert await AdapterCache(tmp_path / "cache", max_rank=16).fetch(gone) == folder
+    assert await made(tmp_path).fetch(gone) == folder
 
 
 async def test_other_bytes_than_registered_are_refused(cache: AdapterCache, tmp_path: Path) -> None:
@@ -105,3 +118,27 @@ async def test_pickles_and_incomplete_folders_are_refused(cache: AdapterCache, t
 async def test_a_rank_that_the_engine_cannot_take_is_the_requests_fault(cache: AdapterCache, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"rank 32.*at most 16"):
         await cache.fetch(registered(tmp_path / "v1", rank=32))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "why"),
+    [
+        ("base_model.model.layers.0.up.lora_A.weight", (4, 16), None),
+        ("base_model.model.layers.0.up.lora_B.weight", (32, 4), None),
+        ("base_model.model.layers.0.up.lora_A.weight", (4, 12), "up is 32 × 16, the adapter's A is 4 × 12"),
+        ("base_model.model.layers.0.up.lora_B.weight", (16, 4), "up is 32 × 16, the adapter's B is 16 × 4"),
+        ("base_model.model.layers.1.up.lora_A.weight", (4, 99), None),
+        ("base_model.model.lm_head.modules_to_save.weight", (1, 1), None),
+    ],
+)
+def test_matrices_must_fit_the_weights_they_go_onto(name: str, shape: tuple[int, int], why: str | None) -> None:
+    found = first_misfit({name: shape}, {"layers.0.up.weight": (32, 16)})
+    assert (found is None) == (why is None)
+    assert why is None or why in str(found)
+
+
+async def test_an_adapter_for_another_base_is_refused(tmp_path: Path, cache: AdapterCache) -> None:
+    adapter = registered(tmp_path / "v1")
+    save_file({"layers.0.q_proj.weight": np.zeros((4, 4), dtype=np.float32)}, tmp_path / "base" / "model.safetensors")
+    with pytest.raises(RequestError, match="does not fit base"):
+        await cache.fetch(adapter)
