@@ -5,6 +5,8 @@ Workers and replicas log where Ray puts them (its session folder); this is about
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 
 from cluster.storage import Home
@@ -38,3 +40,14 @@ def log_to_file(home: Home) -> None:
         root.addHandler(ours)
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+@contextmanager
+def quiet_imports(home: Home) -> Iterator[None]:
+    """For importing libraries that write to the terminal while they are imported (ray.serve.llm, vllm)."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+    log_to_file(home)

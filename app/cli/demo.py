@@ -12,6 +12,7 @@ from app import recipe as recipes
 from app.cli.output import AsJson, Assignments, notes, show, table
 from app.display import Display
 from cluster.storage import Home
+from cluster.telemetry import quiet_imports
 
 if TYPE_CHECKING:
     from app.pipelines.demo import Summary
@@ -27,7 +28,9 @@ def run(
 ) -> None:
     """Run every stage on real parts: models, data, train, evaluate, register, serve, index, search."""
     settings = recipes.load(recipe, assignments or ())
-    from app.pipelines import demo  # imports ray, torch and transformers
+    home = Home.current()
+    with quiet_imports(home):
+        from app.pipelines import demo  # imports ray, torch, transformers and vllm
 
     def wait(summary: "Summary") -> None:
         show(_facts(summary), lambda console: _draw(console, summary), as_json=as_json)
@@ -38,7 +41,7 @@ def run(
             notes.print("\nStopping …")
 
     with Display(notes, demo.STAGES) as display:
-        summary = demo.run(settings, Home.current(), display, kept=wait if keep else None)
+        summary = demo.run(settings, home, display, kept=wait if keep else None)
     if not keep:
         show(_facts(summary), lambda console: _draw(console, summary), as_json=as_json)
 

@@ -14,6 +14,7 @@ from app.display import Display
 from cluster.errors import ConfigError
 from cluster.session import Beacon, connect
 from cluster.storage import Home
+from cluster.telemetry import quiet_imports
 
 EXAMPLES = "Examples: `flywheel serve error-triage` · `flywheel serve error-triage --print-config > serve.yaml`"
 
@@ -30,13 +31,14 @@ def run(
     settings = recipes.load(recipe, assignments or ()).serve
     if settings is None:
         raise ConfigError(f"The recipe {recipe!r} has no `serve` section.", hint="Add `serve: {llm: {model: …}}`.")
-    from app.pipelines import serve  # imports ray
-    from deployments.application import deploy_config
+    home = Home.current()
+    with quiet_imports(home):
+        from app.pipelines import serve  # imports ray and vllm
+        from deployments.application import deploy_config
 
     if print_config:
         console.file.write(yaml.safe_dump(deploy_config(settings), sort_keys=False))
         return
-    home = Home.current()
     with Display(notes) as display, connect() as session, ExitStack() as up:
         with display.stage("serve"):
             if session.owned:

@@ -9,13 +9,12 @@ import json
 from dataclasses import dataclass
 from functools import partial
 
-from actors.evaluation.evaluate import evaluate as run_suites
-from actors.evaluation.report import EvaluationReport
-
 from actors.data.build import build
 from actors.data.examples import ChatExample, read
 from actors.data.prepare import prepare
 from actors.data.version import DataVersion
+from actors.evaluation.evaluate import evaluate as run_suites
+from actors.evaluation.report import EvaluationReport
 from actors.registry.client import RegistryClient
 from actors.registry.state import (
     AliasMove,

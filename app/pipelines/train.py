@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from actors.evaluation.report import EvaluationReport
-
 from actors.registry.client import RegistryClient
 from actors.training.controller import TrainingResult
 from app.display import Display
