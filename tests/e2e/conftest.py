@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,16 @@ from cluster.storage import Home
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 18431
+SMALL = (
+    "steps=8",
+    "checkpoint.every_steps=4",
+    "data.train.limit=400",
+    "evaluate.max_cases=64",
+    "index.documents=160",
+    "index.queries=40",
+    f"serve.gateway.port={PORT}",
+)
+"""What makes the demo's recipe small."""
 
 
 @pytest.fixture
@@ -27,15 +38,19 @@ def fresh_home(home: Home, tmp_path: Path) -> Iterator[Home]:
     shutil.rmtree(tmp_path / "home", ignore_errors=True)
 
 
-def command(home: Home, *arguments: str) -> dict[str, object]:
+def clean_environment(home: Home) -> dict[str, str]:
+    """The environment of a user who has set FLYWHEEL_HOME and nothing else of ours."""
+    ours = environment.library_settings_names() | {environment.RAY_ADDRESS, "RAY_AUTH_TOKEN_PATH"}
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return {**kept, environment.HOME: str(home.root), "PYTHONUNBUFFERED": "1"}
+
+
+def command(home: Home, *arguments: str) -> dict[str, Any]:
     """Arguments of `subprocess.Popen` for one `flywheel` command on `home`."""
-    kept = {name: value for name, value in os.environ.items() if name not in environment.library_settings(home.root)}
-    for name in (environment.RAY_ADDRESS, "RAY_AUTH_TOKEN_PATH", *environment.library_settings_names()):
-        kept.pop(name, None)
     return {
         "args": [sys.executable, "-m", "app", *arguments],
         "cwd": ROOT,
-        "env": {**kept, environment.HOME: str(home.root), "PYTHONUNBUFFERED": "1"},
+        "env": clean_environment(home),
         "text": True,
         "stdin": subprocess.DEVNULL,
     }

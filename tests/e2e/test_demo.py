@@ -9,19 +9,11 @@ import pytest
 
 from actors.registry.reader import read_state
 from cluster.storage import PARTIAL_PREFIX, Home
-from tests.e2e.conftest import PORT, command
+from tests.e2e.conftest import SMALL, command
 from tests.processes import all_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-SMALL = (
-    "steps=8",
-    "checkpoint.every_steps=4",
-    "evaluate.max_cases=64",
-    "index.documents=160",
-    "index.queries=40",
-    f"serve.gateway.port={PORT}",
-)
 SETTINGS = [word for assignment in SMALL for word in ("--set", assignment)]
 
 
