@@ -173,16 +173,19 @@ def test_kill_9_of_the_owner_ends_the_server_and_both_come_back(home: Home, coll
 
 
 def test_processes_at_once_share_one_server_and_see_each_other(home: Home, collection: str) -> None:
-    @ray.remote(num_cpus=1)
-    def write(first: int) -> int:
-        store = open_store(None, Home(home.root))
-        for start in range(first, first + 300, 50):
-            store.upsert(collection, rows(start, 50))
-            (found,) = store.search(collection, np.stack([rows(start, 50)[7].vector]), k=1)
-            assert found[0].id == f"{start + 7:06d}"
-        return os.getpid()
+    class Writer:
+        """An actor each, because an actor is a process of its own; Ray may run two tasks in one."""
 
-    pids = ray.get([write.remote(first) for first in (0, 1000, 2000)])
+        def write(self, first: int) -> int:
+            store = open_store(None, Home(home.root))
+            for start in range(first, first + 300, 50):
+                store.upsert(collection, rows(start, 50))
+                (found,) = store.search(collection, np.stack([rows(start, 50)[7].vector]), k=1)
+                assert found[0].id == f"{start + 7:06d}"
+            return os.getpid()
+
+    writers = [ray.remote(Writer).options(num_cpus=1).remote() for _ in range(3)]
+    pids = ray.get([writer.write.remote(1000 * place) for place, writer in enumerate(writers)])
     assert len(set(pids)) == 3
     assert open_store(None, home).count(collection) == 900
 
