@@ -88,13 +88,9 @@ def test_a_job_trains_and_a_deployment_serves(cluster: Cluster, tmp_path: Path) 
     (run,) = [event.fact for event in state.entries.values() if event.fact.event == "run"]
     assert state.run_status(run.id) == "completed"  # type: ignore[union-attr]
 
-    config = yaml.safe_load(
-        cluster.run(
-            "flywheel", "serve", "error-triage", "--print-config", "--set", f"serve.gateway.port={GATEWAY_PORT}"
-        )
-    )
+    port = f"serve.gateway.port={GATEWAY_PORT}"
     path = tmp_path / "serve.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(cluster.run("flywheel", "serve", "error-triage", "--print-config", "--set", port))
     Cluster(cluster.home, {**cluster.env, "RAY_DASHBOARD_ADDRESS": dashboard}).run("serve", "deploy", str(path))
     url = f"http://127.0.0.1:{GATEWAY_PORT}"
     _wait_until_healthy(url)
