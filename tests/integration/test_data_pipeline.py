@@ -47,9 +47,8 @@ def test_mining_is_the_same_whatever_the_order_of_tasks(
     assert all(origin["version"] and origin["line"] > 0 for origin in origins)
 
     assert build.build("python-functions", config, Home(tmp_path / "one")) == first
-    pytest.raises(ConfigError, prepare.prepare, first, config, tmp_path, Home(tmp_path / "one")).match(
-        "only chat examples"
-    )
+    with pytest.raises(ConfigError, match="only chat examples"):
+        prepare.prepare(first, config, tmp_path, Home(tmp_path / "one"))
 
 
 def test_a_users_file_becomes_tokens_with_loss_on_the_answers(ray_session: Session, home: Home, tmp_path: Path) -> None:
