@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from cluster import environment
 from cluster.errors import ConfigError, DependencyError
 from cluster.storage import Home, write_atomically
-from cluster.telemetry import log_to_file
+from cluster.telemetry import PrintsToLog, log_to_file
 
 NAMESPACE = "flywheel"
 
@@ -112,10 +112,12 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
             ) from None
     log_to_file(home)
     url = f"http://{context.dashboard_url}" if context.dashboard_url else None
-    try:
-        yield Session(ray.get_runtime_context().gcs_address, owned, url)
-    finally:
-        ray.shutdown()
+    # Ray prints the cluster's troubles to stdout whatever it is told (ray 2.60); stdout is for results.
+    with redirect_stdout(PrintsToLog("ray")):
+        try:
+            yield Session(ray.get_runtime_context().gcs_address, owned, url)
+        finally:
+            ray.shutdown()
 
 
 def _ensure_token() -> None:

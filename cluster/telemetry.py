@@ -3,6 +3,7 @@
 Workers and replicas log where Ray puts them (its session folder); this is about the process of the command line.
 """
 
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,19 @@ def log_to_file(home: Home) -> None:
         root.addHandler(ours)
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+class PrintsToLog(io.TextIOBase):
+    """A stream for what libraries print: each line goes to the log. Use with `contextlib.redirect_stdout`."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            if line.strip():
+                self._logger.info("%s", line)
+        return len(text)
 
 
 @contextmanager

@@ -17,14 +17,16 @@ Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=VALUE", help="Override one setting of the recipe.")
 ]
 
-console = Console()
+# Bound now: while Ray is connected, `sys.stdout` is where libraries print, and that is the log.
+console = Console(file=sys.stdout)
 notes = Console(stderr=True)
 
 
 def show(result: dict[str, Any], render: Callable[[Console], None], *, as_json: bool) -> None:
     """Print `result`: as JSON, or as `render` draws it."""
     if as_json:
-        sys.stdout.write(json.dumps(result, default=str, ensure_ascii=False) + "\n")
+        console.file.write(json.dumps(result, default=str, ensure_ascii=False) + "\n")
+        console.file.flush()
     else:
         render(console)
 

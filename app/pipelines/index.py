@@ -76,7 +76,7 @@ def ask(
 
 def _write(client: httpx.Client, collection: str, batch: list[dict[str, object]]) -> int:
     response = _post(client, f"/v1/collections/{collection}/documents", {"documents": batch})
-    return int(response["count"])
+    return int(response["written"])
 
 
 def _rank(client: httpx.Client, collection: str, pair: PairExample, k: int) -> int | None:
