@@ -90,13 +90,10 @@ def test_a_folder_that_datasets_saved_keeps_its_splits(tmp_path: Path) -> None:
 
 def test_a_folder_of_train_and_test_files_says_the_split_and_parts_do_not(tmp_path: Path) -> None:
     for name in ("train-00000", "validation"):
-        _jsonl(
-            tmp_path / "sided" / f"{name}.jsonl" if (tmp_path / "sided").mkdir(exist_ok=True) is None else tmp_path,
-            PAIRS,
-        )
-    assert [row.split for row in sources.read(tmp_path / "sided").rows] == ["train", "train", "test", "test"]
-    (tmp_path / "sided" / "validation.jsonl").rename(tmp_path / "sided" / "trains.jsonl")
-    assert {row.split for row in sources.read(tmp_path / "sided").rows} == {None}
+        _jsonl(tmp_path / f"{name}.jsonl", PAIRS)
+    assert [row.split for row in sources.read(tmp_path).rows] == ["train", "train", "test", "test"]
+    (tmp_path / "validation.jsonl").rename(tmp_path / "trains.jsonl")
+    assert {row.split for row in sources.read(tmp_path).rows} == {None}
 
 
 def test_bad_rows_are_handed_back_with_their_reason_and_the_rest_is_read(tmp_path: Path) -> None:
