@@ -33,7 +33,7 @@ def run(
         from app.pipelines import demo  # imports ray, torch, transformers and vllm
 
     def wait(summary: "Summary") -> None:
-        show(_facts(summary), lambda console: _draw(console, summary), as_json=as_json)
+        show(_facts(summary), lambda console: _draw(console, summary, kept=keep), as_json=as_json)
         notes.print(f"\n[bold]The application is up at {summary.url}.[/bold] Press Ctrl-C here to stop it.")
         try:
             signal.pause()
@@ -43,7 +43,7 @@ def run(
     with Display(notes, demo.STAGES) as display:
         summary = demo.run(settings, home, display, kept=wait if keep else None)
     if not keep:
-        show(_facts(summary), lambda console: _draw(console, summary), as_json=as_json)
+        show(_facts(summary), lambda console: _draw(console, summary, kept=keep), as_json=as_json)
 
 
 def _facts(summary: "Summary") -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _facts(summary: "Summary") -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, summary: "Summary") -> None:
+def _draw(console: Console, summary: "Summary", *, kept: bool) -> None:
     report, registration = summary.report, summary.registration
     console.print()
     console.print(table("Stages", ["stage", "seconds"], summary.stages.items()))
@@ -92,10 +92,16 @@ def _draw(console: Console, summary: "Summary") -> None:
     console.print(
         table(
             "The same questions to both, through the OpenAI client",
-            ["model", "question", "expected", "answer", "streamed the same"],
+            ["question", "expected", "base", "adapter", "streamed the same"],
             [
-                (a.model, _short(a.question), a.expected, _short(a.answer), "yes" if a.same else "NO")
-                for a in summary.answers
+                (
+                    _short(ours.question),
+                    ours.expected,
+                    _short(base.answer),
+                    _short(ours.answer),
+                    "yes" if base.same and ours.same else "NO",
+                )
+                for base, ours in zip(summary.answers[::2], summary.answers[1::2], strict=True)
             ],
         )
     )
@@ -111,11 +117,11 @@ def _draw(console: Console, summary: "Summary") -> None:
     console.print("Look around:")
     for command in (
         f"flywheel models show {registration.version.id}",
+        f"flywheel models history {registration.version.name}",
         f"mlflow ui --backend-store-uri {summary.tracking_uri}",
-        "flywheel demo --keep      # then, in another terminal:",
+        f"Ray dashboard: {summary.dashboard_url}" if kept else "flywheel demo --keep      # then, in another terminal:",
         f'flywheel chat {summary.adapter_name} "division by zero"',
-        'flywheel search python-functions "read a file in chunks"',
-        f"Ray dashboard: {summary.dashboard_url}" if summary.dashboard_url else "flywheel status",
+        f'flywheel search {summary.indexed.collection} "read a file in chunks"',
     ):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
