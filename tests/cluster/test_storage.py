@@ -26,9 +26,14 @@ def test_digest_counts_names_and_bytes_but_not_times(tmp_path: Path) -> None:
 
 def test_publish_leaves_nothing_when_the_block_fails(tmp_path: Path) -> None:
     target = tmp_path / "store" / "v1"
-    with pytest.raises(RuntimeError, match="half"), publish(target) as scratch:
-        (scratch / "part").write_text("x")
-        raise RuntimeError("half way")
+
+    def die_half_way() -> None:
+        with publish(target) as scratch:
+            (scratch / "part").write_text("x")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        die_half_way()
     assert list((tmp_path / "store").iterdir()) == []
 
 
