@@ -55,12 +55,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
 
 
 @pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A home of our own for data and runs: the session's may be kept, and is for whole data versions."""
+    return Home(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def tracking_uri(home: Home) -> str:
+    return prepare_tracking(home)
+
+
+@pytest.fixture(scope="module")
 def rows() -> pa.Table:
     return packed_rows(ROWS, length=24, seed=7)
 
 
 @pytest.fixture(scope="module")
-def data(rows: pa.Table, home: Home) -> DataVersion:
+def data(rows: pa.Table, store: Home) -> DataVersion:
     """A token version in two files, neither of which ends where a global batch ends."""
     shards = [("train-00000.parquet", rows.slice(0, 7)), ("train-00001.parquet", rows.slice(7))]
     version = DataVersion(
@@ -82,9 +93,9 @@ def data(rows: pa.Table, home: Home) -> DataVersion:
         fingerprint="",
         created_at="2026-01-01T00:00:00Z",
     )
-    version.folder(home).mkdir(parents=True)
+    version.folder(store).mkdir(parents=True)
     for name, part in shards:
-        pq.write_table(part, version.folder(home) / name)
+        pq.write_table(part, version.folder(store) / name)
     return version
 
 
@@ -121,9 +132,16 @@ class Fit:
     notes: list[str]
 
 
-def fit(base: StoredModel, data: DataVersion, home: Home, notes: Path, die_at: int | None, strategy: str) -> Fit:
-    uri = prepare_tracking(home)
-    tracker = MlflowTracker(uri)
+def fit(
+    base: StoredModel,
+    data: DataVersion,
+    store: Home,
+    tracking_uri: str,
+    notes: Path,
+    die_at: int | None,
+    strategy: str,
+) -> Fit:
+    tracker = MlflowTracker(tracking_uri)
     run_id = new_run_id("tiny")
     tracked = tracker.begin_run(run_id, experiment="tiny", params={}, tags={})
     progress: list[Progress] = []
@@ -133,8 +151,8 @@ def fit(base: StoredModel, data: DataVersion, home: Home, notes: Path, die_at: i
         run_id=run_id,
         base=base,
         data=data,
-        home=home,
-        tracking_uri=uri,
+        home=store,
+        tracking_uri=tracking_uri,
         tracking_run_id=tracked,
         sink=progress.append,
         on_checkpoint=Registrar(notes, die_at),
@@ -157,11 +175,12 @@ def test_two_ddp_workers_of_which_one_dies_learn_what_one_process_learns(
     ray_session: Session,
     base: StoredModel,
     data: DataVersion,
-    home: Home,
+    store: Home,
+    tracking_uri: str,
     alone: Trace,
     tmp_path: Path,
 ) -> None:
-    found = fit(base, data, home, tmp_path / "notes", die_at=4, strategy="ddp")
+    found = fit(base, data, store, tracking_uri, tmp_path / "notes", die_at=4, strategy="ddp")
     assert_same(found, alone)
     result = found.result
     assert result.steps == STEPS
@@ -169,9 +188,9 @@ def test_two_ddp_workers_of_which_one_dies_learn_what_one_process_learns(
     assert result.loss_last == pytest.approx(alone[0][-1], rel=1e-5)
     assert result.checkpoint_id == f"{result.run_id}/step-{STEPS}"
     assert {note.split()[0] for note in found.notes} == {f"{result.run_id}/step-{step}" for step in (2, 4, 6, 8)}
-    kept = sorted(path.name for path in (home.runs / result.run_id).glob("step-*"))
+    kept = sorted(path.name for path in (store.runs / result.run_id).glob("step-*"))
     assert kept == ["step-000004", "step-000006", "step-000008"]
-    assert not list((home.runs / result.run_id).glob(".partial-*"))
+    assert not list((store.runs / result.run_id).glob(".partial-*"))
     steps = [progress.done for progress in found.progress]
     assert steps[:4] == [1, 2, 3, 4]
     assert 5 in steps
@@ -184,15 +203,16 @@ def test_two_fsdp_workers_learn_what_one_process_learns(
     ray_session: Session,
     base: StoredModel,
     data: DataVersion,
-    home: Home,
+    store: Home,
+    tracking_uri: str,
     alone: Trace,
     tmp_path: Path,
 ) -> None:
-    assert_same(fit(base, data, home, tmp_path / "notes", die_at=None, strategy="fsdp"), alone)
+    assert_same(fit(base, data, store, tracking_uri, tmp_path / "notes", die_at=None, strategy="fsdp"), alone)
 
 
 def test_a_mistake_ends_the_fit_at_once_and_is_named(
-    ray_session: Session, base: StoredModel, data: DataVersion, home: Home
+    ray_session: Session, base: StoredModel, data: DataVersion, store: Home, tracking_uri: str
 ) -> None:
     """Found on the workers, where the model is; not tried again, although the run may restart twice."""
     with pytest.raises(ConfigError, match="no_such_layer") as caught:
@@ -202,22 +222,34 @@ def test_a_mistake_ends_the_fit_at_once_and_is_named(
             run_id=new_run_id("tiny"),
             base=base,
             data=data,
-            home=home,
-            tracking_uri=prepare_tracking(home),
+            home=store,
+            tracking_uri=tracking_uri,
             tracking_run_id="none",
         )
     assert "q_proj" in str(caught.value.hint)
 
 
+@dataclass(frozen=True)
+class ProcessNote:
+    """Notes the process of rank 0 when it has a checkpoint."""
+
+    path: Path
+
+    def __call__(self, identity: str, step: int, path: str, metrics: Mapping[str, float]) -> None:
+        self.path.write_text(str(os.getpid()))
+
+
 def test_ctrl_c_stops_the_workers_and_goes_on_to_the_caller(
-    ray_session: Session, base: StoredModel, data: DataVersion, home: Home
+    ray_session: Session, base: StoredModel, data: DataVersion, store: Home, tracking_uri: str, tmp_path: Path
 ) -> None:
     """And leaves Ctrl-C as it was: fit() puts a handler of its own in place."""
     handler = signal.getsignal(signal.SIGINT)
-    workers_before = len(training_workers())
+    worker = tmp_path / "worker"
+    pressed: list[psutil.Process] = []
 
     def press_ctrl_c(progress: Progress) -> None:
-        if progress.done == 1:
+        if progress.done == 3 and not pressed:
+            pressed.append(psutil.Process(int(worker.read_text())))
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
@@ -227,25 +259,19 @@ def test_ctrl_c_stops_the_workers_and_goes_on_to_the_caller(
             run_id=new_run_id("tiny"),
             base=base,
             data=data,
-            home=home,
-            tracking_uri=prepare_tracking(home),
+            home=store,
+            tracking_uri=tracking_uri,
             tracking_run_id="none",
             sink=press_ctrl_c,
+            on_checkpoint=ProcessNote(worker),
         )
     assert signal.getsignal(signal.SIGINT) is handler
-    deadline_s = time.monotonic() + 10
-    while len(training_workers()) > workers_before and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    assert len(training_workers()) == workers_before
+    assert pressed[0].pid != os.getpid()
+    psutil.wait_procs(pressed, timeout=10)
+    assert not pressed[0].is_running()
 
 
-def training_workers() -> list[int]:
-    """Processes of Ray Train's workers on this machine."""
-    titles = {process.pid: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
-    return [pid for pid, title in titles.items() if "RayTrainWorker" in title]
-
-
-def test_too_few_rows_are_refused_before_any_worker_starts(base: StoredModel, data: DataVersion, home: Home) -> None:
+def test_too_few_rows_are_refused_before_any_worker_starts(base: StoredModel, data: DataVersion, store: Home) -> None:
     optimizer = {"global_batch_size": 16}
     with pytest.raises(ConfigError, match="13 rows"):
         train(
@@ -254,7 +280,7 @@ def test_too_few_rows_are_refused_before_any_worker_starts(base: StoredModel, da
             run_id=new_run_id("tiny"),
             base=base,
             data=data,
-            home=home,
+            home=store,
             tracking_uri="",
             tracking_run_id="",
         )
