@@ -43,17 +43,23 @@ class _RemoteSink:
 @contextmanager
 def relayed(sink: Sink) -> Iterator[Sink]:
     """A sink that Ray workers can hold. Reports reach `sink` in this process, in the order of each worker."""
-    from ray.util.queue import Empty, Queue  # heavy, and only needed once Ray runs
+    from ray.exceptions import RayError  # heavy, and only needed once Ray runs
+    from ray.util.queue import Empty, Queue
 
     queue = Queue(actor_options={"num_cpus": 0})
     ended = threading.Event()
 
     def drain() -> None:
-        while not ended.is_set():
+        while True:
+            # Asked before the queue is: what was put in before the end is still taken out after it.
+            last_round = ended.is_set()
             try:
-                sink(queue.get(timeout=0.5))
+                sink(queue.get(timeout=0.2))
             except Empty:
-                continue
+                if last_round:
+                    return
+            except RayError:
+                return  # the cluster is going; there is nobody left to hear from
 
     thread = threading.Thread(target=drain, name="progress-relay", daemon=True)
     thread.start()
