@@ -4,9 +4,10 @@
 is the YAML for the former. Which model, which port, how many replicas: `ServeConfig` says.
 """
 
-import logging
+import time
 from typing import Any
 
+import httpx
 import ray
 from ray import serve
 from ray.serve import Application
@@ -24,8 +25,7 @@ IMPORT_PATH = "deployments.application:build"
 GATEWAY_REQUESTS = 1000
 """Requests that one gateway replica has in hand; it waits much and computes little."""
 SHUTDOWN_WAIT_S = 60
-
-logger = logging.getLogger(__name__)
+ANSWER_WAIT_S = 30.0
 
 
 def build(config: ServeConfig) -> Application:
@@ -59,7 +59,24 @@ def run(config: ServeConfig) -> str:
             hint="The replica's own words are in Ray's log folder, under serve/.",
             retryable=False,
         ) from None
+    _wait_until_it_answers(url(config))
     return url(config)
+
+
+def _wait_until_it_answers(base_url: str) -> None:
+    """A running replica is not yet a reachable one: the first call through each handle finds its way first."""
+    deadline = time.monotonic() + ANSWER_WAIT_S
+    while True:
+        try:
+            answer = httpx.get(f"{base_url}/healthz", timeout=ANSWER_WAIT_S)
+            if answer.is_success:
+                return
+            said = answer.text
+        except httpx.HTTPError as error:
+            said = str(error)
+        if time.monotonic() > deadline:
+            raise DependencyError(f"The application runs, but is not well: {said}", retryable=False)
+        time.sleep(0.2)
 
 
 def stop() -> None:

@@ -225,20 +225,23 @@ def _add_collections(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
 def _add_operations(app: FastAPI, parts: Parts) -> None:
     @app.get("/healthz")
     async def health() -> Response:
-        states: dict[str, Any] = {"registry": parts.feed.describe()}
-        well = True
-        for name, part in (("llm", parts.engine), ("embedding", parts.embedder)):
-            if part is None:
-                continue
-            try:
-                async with asyncio.timeout(_HEALTH_WAIT_S):
-                    states[name] = await part.describe()
-            except (FlywheelError, TimeoutError) as error:
-                states[name] = problem(error).body()
-                well = False
+        parts_there = {"llm": parts.engine, "embedding": parts.embedder}
+        checks = {name: _state(part) for name, part in parts_there.items() if part is not None}
+        found = dict(zip(checks, await asyncio.gather(*checks.values()), strict=True))
         # The registry may be away: the last snapshot serves on, so that alone makes nothing unwell.
-        return JSONResponse({"status": "ok" if well else "unavailable", **states}, status_code=200 if well else 503)
+        well = not any("error" in state for state in found.values())
+        content = {"status": "ok" if well else "unavailable", "registry": parts.feed.describe(), **found}
+        return JSONResponse(content, status_code=200 if well else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(parts.metrics.render(), media_type=gateway_metrics.CONTENT_TYPE)
+
+
+async def _state(part: Engine | Embedder) -> dict[str, Any]:
+    """What a part says of itself, or why it does not."""
+    try:
+        async with asyncio.timeout(_HEALTH_WAIT_S):
+            return await part.describe()
+    except (FlywheelError, TimeoutError) as error:
+        return problem(error).body()

@@ -16,7 +16,7 @@ from deployments.gateway.snapshot import SnapshotFeed
 from deployments.logs import join_serve
 
 FIRST_SNAPSHOT_WAIT_S = 5.0
-REGISTRY_PATIENCE_S = 2.0
+REGISTRY_PATIENCE_S = 4.0
 """Short: the feed asks again by itself, and health should soon say that the registry is away."""
 
 

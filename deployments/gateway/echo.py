@@ -156,7 +156,8 @@ class PushedSnapshots:
         if not self.away and self.current.number <= after:
             changed = self._changed
             try:
-                await asyncio.wait_for(changed.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await changed.wait()
             except TimeoutError:
                 return self.current
         if self.away:

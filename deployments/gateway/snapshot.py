@@ -15,7 +15,8 @@ from deployments.gateway.ports import SnapshotSource
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
-_SLACK_S = 5.0
+_SLACK_S = 10.0
+"""How much later than asked an answer may come; a source that keeps its promise has given up by then."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ class SnapshotFeed:
         first = asyncio.Event()
         self._task = asyncio.create_task(self._follow(first), name="registry-snapshot")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(first.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await first.wait()
 
     async def stop(self) -> None:
         """End the long poll."""
@@ -56,9 +58,9 @@ class SnapshotFeed:
             # After a break nothing is assumed of the registry's numbers: -1 asks for what it has now.
             after = self.current.number if self._connected else -1
             try:
-                snapshot = await asyncio.wait_for(
-                    self._source.wait_snapshot(after, self._poll_s), self._poll_s + _SLACK_S
-                )
+                # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the result.
+                async with asyncio.timeout(self._poll_s + _SLACK_S):
+                    snapshot = await self._source.wait_snapshot(after, self._poll_s)
             except (FlywheelError, TimeoutError) as error:
                 if self._connected or (self._heard_at is None and pause_s == FIRST_PAUSE_S):
                     logger.warning("The registry is away (%s); serving snapshot %d.", error, self.current.number)

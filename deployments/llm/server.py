@@ -117,7 +117,10 @@ class LLMDeployment(LLMServer):
 
     async def describe(self) -> dict[str, Any]:
         """Facts for health and for people: which weights, which precision, what the parity check found."""
-        await self.check_health()
+        try:
+            await self.check_health()
+        except EngineDeadError:
+            raise failures.engine_lost() from None
         return {
             "model": self._base,
             "digest": self._model.digest,

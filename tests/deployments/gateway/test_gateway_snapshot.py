@@ -53,3 +53,17 @@ async def test_it_keeps_the_last_snapshot_and_takes_whatever_a_returned_registry
     source.come_back()
     await eventually(lambda: feed.current.number == 2)
     assert feed.describe()["connected"] is True
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_it_stops_also_at_the_moment_when_an_answer_arrives(
+    source: PushedSnapshots, feed: SnapshotFeed, turns: int
+) -> None:
+    await feed.start(wait_s=0.5)
+    await asyncio.sleep(0.001)  # it waits for the next snapshot
+    source.push(Snapshot(4))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    stopping = asyncio.create_task(feed.stop())
+    done, _ = await asyncio.wait([stopping], timeout=0.3)
+    assert done
