@@ -15,7 +15,7 @@ from cluster.models import obtain
 from cluster.storage import Home
 
 ROOT = Path(__file__).resolve().parents[2]
-PORT = 18431
+PORT = 26400
 SMALL = (
     "steps=8",
     "checkpoint.every_steps=4",

@@ -23,7 +23,8 @@ from tests.processes import all_gone, of_home
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-GCS_PORT, DASHBOARD_PORT, GATEWAY_PORT = 18432, 18433, 18434
+# Beside the ports that Ray deals out to workers (10002-19999), and none that the tests' own Ray has by default.
+GCS_PORT, DASHBOARD_PORT, AGENT_PORT, CLIENT_PORT, GATEWAY_PORT = range(26401, 26406)
 BIN = Path(sys.executable).parent
 
 
@@ -62,6 +63,7 @@ def cluster(fresh_home: Home, tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(fresh_home, env)
     made.run(
         "ray", "start", "--head", f"--port={GCS_PORT}", f"--dashboard-port={DASHBOARD_PORT}", "--num-cpus=6",
+        f"--dashboard-agent-listen-port={AGENT_PORT}", f"--ray-client-server-port={CLIENT_PORT}",
         f"--temp-dir={temp}", "--disable-usage-stats",
     )  # fmt: skip
     try:
