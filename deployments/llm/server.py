@@ -87,7 +87,7 @@ class LLMDeployment(LLMServer):
         )
         engine_ready = time.monotonic()
         if computing:
-            self._verdict = await check(await computing, self._whole_answer, settings.dtype)
+            self._verdict = await check(await computing, self._whole_answer, settings.dtype, settings.max_model_len)
             self._refuse_if_wrong(self._verdict)
         else:
             await self._warm_up()

@@ -1,7 +1,10 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from actors.evaluation.parity import ParityCase, ParityReference
+from cluster.errors import ConfigError
 from deployments.llm.parity import check
 
 EXPECTED = ParityReference("d", [ParityCase([1, 2, 7], [-0.1, -0.2], [3, 4]), ParityCase([5, 6], [-0.3], [])])
@@ -31,13 +34,20 @@ class Machine:
 
 async def test_an_engine_that_agrees_passes_and_was_asked_in_a_batch_too() -> None:
     machine = Machine()
-    verdict = await check(EXPECTED, machine.ask, "float32")
+    verdict = await check(EXPECTED, machine.ask, "float32", 64)
     assert (verdict.passed, verdict.max_nats, machine.most) == (True, 0.0, 2)
 
 
 async def test_one_that_is_wrong_only_in_a_batch_fails() -> None:
-    assert not (await check(EXPECTED, Machine(wrong_together=True).ask, "float32")).passed
+    assert not (await check(EXPECTED, Machine(wrong_together=True).ask, "float32", 64)).passed
 
 
 async def test_one_that_is_wrong_only_when_alone_fails() -> None:
-    assert not (await check(EXPECTED, Machine(wrong_alone=True).ask, "float32")).passed
+    assert not (await check(EXPECTED, Machine(wrong_alone=True).ask, "float32", 64)).passed
+
+
+async def test_cases_that_the_context_cannot_hold_are_left_out() -> None:
+    verdict = await check(EXPECTED, Machine().ask, "float32", 3)
+    assert (verdict.passed, verdict.continuations) == (True, "0 of 0 the same")
+    with pytest.raises(ConfigError, match="max_model_len 2"):
+        await check(EXPECTED, Machine().ask, "float32", 2)
