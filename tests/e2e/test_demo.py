@@ -19,7 +19,7 @@ SETTINGS = [word for assignment in SMALL for word in ("--set", assignment)]
 
 def test_one_turn_of_the_wheel(fresh_home: Home) -> None:
     done = subprocess.run(**command(fresh_home, "demo", "--json", *SETTINGS), capture_output=True, timeout=840)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
 
     assert list(summary["stages"]) == [
