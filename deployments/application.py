@@ -4,6 +4,7 @@
 is the YAML for the former. Which model, which port, how many replicas: `ServeConfig` says.
 """
 
+import re
 import time
 from typing import Any
 
@@ -26,6 +27,7 @@ GATEWAY_REQUESTS = 1000
 """Requests that one gateway replica has in hand; it waits much and computes little."""
 SHUTDOWN_WAIT_S = 60
 ANSWER_WAIT_S = 30.0
+_EXCEPTION = re.compile(r"^(?:cluster\.errors\.\w+: (?=.)|(?=[\w.]+(?:Error|Exception): ))(.+)$", re.MULTILINE)
 
 
 def build(config: ServeConfig) -> Application:
@@ -55,12 +57,27 @@ def run(config: ServeConfig) -> str:
         serve.run(build(config), name=config.name, route_prefix="/")
     except (RuntimeError, RayServeException) as error:
         raise DependencyError(
-            f"The application {config.name!r} did not start: {error}",
-            hint="The replica's own words are in Ray's log folder, under serve/.",
+            f"The application {config.name!r} did not start. {_first_fault(config.name) or error}",
+            hint="All that the replicas said is in Ray's log folder, under serve/.",
             retryable=False,
         ) from None
     _wait_until_it_answers(url(config))
     return url(config)
+
+
+def _first_fault(name: str) -> str | None:
+    """Why the first deployment that cannot start does not, in its own words."""
+    application = serve.status().applications.get(name)
+    for deployment, state in (application.deployments if application else {}).items():
+        if state.status == "DEPLOY_FAILED" or state.status == "UNHEALTHY":
+            return f"{deployment}: {reason(state.message)}"
+    return None
+
+
+def reason(message: str) -> str:
+    """What went wrong, out of Serve's message: the last exception of its traceback, if it holds one."""
+    faults = _EXCEPTION.findall(message)
+    return str(faults[-1]).strip() if faults else message
 
 
 def _wait_until_it_answers(base_url: str) -> None:

@@ -18,6 +18,8 @@ CONFIG = ServeConfig.model_validate(
     }
 )
 
+TRACE = "The deployment failed to start.\nTraceback (most recent call last):\n  File x"
+
 
 def test_a_batch_may_not_mix_more_adapters_than_are_resident() -> None:
     with pytest.raises(ConfigError, match="max_adapters 2 is less than max_loras 4"):
@@ -63,3 +65,18 @@ def test_the_same_settings_make_an_engine_for_cpu_and_for_gpu() -> None:
     assert gpu.get_engine_config().placement_bundles == [{"GPU": 1}]
     assert {**gpu.engine_kwargs, "enforce_eager": True} == cpu.engine_kwargs
     assert cpu.engine_kwargs["max_lora_rank"] == 32
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (f"{TRACE}\nValueError: deep\n\nDuring:\ncluster.errors.ConfigError: No model 'x'.", "No model 'x'."),
+        (f"{TRACE}\ntorch.OutOfMemoryError: 3 GiB", "torch.OutOfMemoryError: 3 GiB"),
+        ("No node has 4 CPUs.", "No node has 4 CPUs."),
+    ],
+)  # fmt: skip
+def test_what_a_replica_said_is_found_in_serves_message(message: str, reason: str) -> None:
+    from deployments import application
+
+    assert application.reason(message) == reason
