@@ -63,7 +63,7 @@ class BatchEngine:
         outputs = self._llm.chat(
             list(conversations),
             SamplingParams(temperature=0.0, max_tokens=max_new_tokens),
-            lora_request=[self._adapters[name] if name else None for name in candidates] if self._adapters else None,
+            lora_request=self._requests(candidates),
             use_tqdm=False,
         )
         return [output.outputs[0].text for output in outputs]
@@ -71,12 +71,13 @@ class BatchEngine:
     def parity(self, model: StoredModel, home: Home) -> ParityVerdict:
         """Whether this engine's base computes what the trainer computes: all cases in one batch, then each alone."""
         expected = reference(model, home)
-        together = compare(expected, self._observe(expected.cases), self._dtype)
+        together = compare(expected, self.observe(expected.cases), self._dtype)
         if not together.passed:
             return together
-        return compare(expected, [self._observe([case])[0] for case in expected.cases], self._dtype)
+        return compare(expected, [self.observe([case])[0] for case in expected.cases], self._dtype)
 
-    def _observe(self, cases: Sequence[ParityCase]) -> list[Observed]:
+    def observe(self, cases: Sequence[ParityCase], candidates: Sequence[str | None] | None = None) -> list[Observed]:
+        """What `candidates[i]` (None: the base) says of `cases[i]`, all in one batch."""
         from vllm import SamplingParams
 
         outputs = self._llm.generate(
@@ -85,6 +86,7 @@ class BatchEngine:
                 SamplingParams(temperature=0.0, max_tokens=max(1, len(case.continuation)), prompt_logprobs=0)
                 for case in cases
             ],
+            lora_request=self._requests(candidates or [None] * len(cases)),
             use_tqdm=False,
         )
         return [
@@ -98,6 +100,10 @@ class BatchEngine:
             )
             for case, output in zip(cases, outputs, strict=True)
         ]
+
+    def _requests(self, candidates: Sequence[str | None]) -> list[Any] | None:
+        # An engine that was started without adapters refuses even a list of None.
+        return [self._adapters[name] if name else None for name in candidates] if self._adapters else None
 
 
 def worker_environment(*, gpu: bool) -> dict[str, str]:

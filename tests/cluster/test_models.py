@@ -77,6 +77,7 @@ def test_a_model_of_another_kind_is_refused_with_its_architecture(tmp_path: Path
         obtain(str(write_model(tmp_path / "m", architecture="ViTForImageClassification")), empty_home)
 
 
+@pytest.mark.integration  # seconds: processes, or 90 MB to hash
 def test_the_hub_offline_is_a_dependency_error_and_leaves_nothing(tmp_path: Path, empty_home: Home) -> None:
     context = multiprocessing.get_context("spawn")  # the Hub's client reads HF_HUB_OFFLINE when it is imported
     with context.Pool(1, initializer=_offline) as pool:
@@ -121,6 +122,7 @@ def test_a_package_that_is_not_installed_is_named(empty_home: Home, monkeypatch:
         obtain("absent", empty_home)
 
 
+@pytest.mark.integration  # seconds: processes, or 90 MB to hash
 def test_two_processes_that_ask_at_once_get_the_same_model(empty_home: Home) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         first, second = pool.starmap(obtain, [("all-minilm-l6-v2", empty_home)] * 2)
@@ -130,6 +132,7 @@ def test_two_processes_that_ask_at_once_get_the_same_model(empty_home: Home) -> 
     assert not list(empty_home.models.glob(".partial-*"))
 
 
+@pytest.mark.integration  # seconds: processes, or 90 MB to hash
 def test_a_moved_home_keeps_its_models_and_a_damaged_one_is_told(tmp_path: Path, empty_home: Home) -> None:
     stored = obtain("all-minilm-l6-v2", empty_home)
     shutil.move(empty_home.root, tmp_path / "elsewhere")

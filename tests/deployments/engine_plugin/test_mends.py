@@ -12,7 +12,7 @@ import torch
 from cluster.errors import DependencyError
 from deployments.engine_plugin import mends
 
-pytest.importorskip("vllm")
+imports_vllm = pytest.mark.integration  # which takes seconds
 
 RANK, FEATURES, BASE, ADAPTER = 4, 8, 0, 7
 
@@ -48,17 +48,20 @@ def ours() -> type[Any]:
     return GroupedPunicaWrapper
 
 
+@imports_vllm
 def test_upstream_still_answers_the_base_with_an_adapter() -> None:
     """When this fails, vLLM has mended it: delete the second mend (see mends.py)."""
     assert linear(upstream(), [BASE, ADAPTER])[0].abs().max() > 0
 
 
+@imports_vllm
 def test_the_base_is_left_alone_beside_an_adapter() -> None:
     added = linear(ours(), [BASE, ADAPTER, BASE, 8])
     assert added[[0, 2]].abs().max() == 0
     torch.testing.assert_close(added[[1, 3]], linear(upstream(), [ADAPTER, 8]))
 
 
+@imports_vllm
 def test_a_batch_of_only_base_requests_adds_nothing() -> None:
     assert linear(ours(), [BASE, BASE]).abs().max() == 0
 
@@ -71,12 +74,14 @@ def prompt_logprobs(kind: type[Any]) -> torch.Tensor:
     return logits
 
 
+@imports_vllm
 def test_upstream_still_dies_of_prompt_logprobs() -> None:
     """When this fails, vLLM has mended it: see the third fault in mends.py."""
     with pytest.raises(RuntimeError, match="einsum"):
         prompt_logprobs(upstream())
 
 
+@imports_vllm
 def test_prompt_logprobs_of_an_engine_with_adapters_work() -> None:
     assert prompt_logprobs(ours()).abs().max() == 0
 
@@ -119,6 +124,7 @@ def test_importing_the_entry_point_imports_neither_torch_nor_vllm() -> None:
     assert run("import sys, deployments.engine_plugin; print({'torch', 'vllm'} & set(sys.modules))").strip() == "set()"
 
 
+@imports_vllm
 def test_vllm_itself_finds_and_applies_the_mends() -> None:
     """Through the installed entry point, as in every process of an engine; twice, as vLLM may do."""
     told = run(

@@ -1,0 +1,152 @@
+"""A real vLLM engine with adapters: right alone, right in a mixed batch, and what `evaluate` makes of it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.data.examples import ChatExample
+from actors.evaluation.config import EvaluateConfig
+from actors.evaluation.engine import BatchEngine, worker_environment
+from actors.evaluation.evaluate import evaluate
+from actors.evaluation.parity import Observed, reference
+from cluster.errors import ConfigError
+from cluster.models import StoredModel, obtain
+from cluster.progress import Progress
+from cluster.session import Session
+from cluster.storage import Home
+from tests.adapters import write_adapter
+
+pytestmark = pytest.mark.integration
+
+QUESTIONS = (
+    "Write a Python function that adds two numbers.",
+    "List three prime numbers and explain why each is prime.",
+    "What is the difference between a list and a tuple in Python?",
+)
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def base(home: Home) -> StoredModel:
+    return obtain("smollm2-135m-instruct", home)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: StoredModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two, of different ranks, which fill both slots of the engine: upstream then has no zero slot to hit."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: write_adapter(folder / name, base.path, seed=seed, rank=rank, scale=0.15)
+        for seed, (name, rank) in enumerate((("one", 8), ("two", 4)))
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(ray_session: Session, base: StoredModel, adapters: dict[str, Path]) -> Iterator[Any]:
+    actor = start(base.path, adapters)
+    yield actor
+    ray.kill(actor)
+
+
+def start(model: Path, adapters: dict[str, Path]) -> Any:
+    environment = {"env_vars": worker_environment(gpu=False)}
+    return ray.remote(BatchEngine).options(num_cpus=1, runtime_env=environment).remote(model, adapters)
+
+
+def ask(engine: Any, candidates: list[str | None]) -> list[str]:
+    """Every question to every candidate, interleaved, in one batch; answers by question, then candidate."""
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS for _ in candidates]
+    answers: list[str] = ray.get(
+        engine.answer.remote(conversations, candidates * len(QUESTIONS), max_new_tokens=TOKENS)
+    )
+    return answers
+
+
+def test_the_engine_computes_what_the_trainer_computes(engine: Any, base: StoredModel, home: Home) -> None:
+    verdict = ray.get(engine.parity.remote(base, home))
+    assert verdict.passed, str(verdict)
+
+
+def test_an_engine_that_computes_something_else_is_found_out(
+    ray_session: Session, base: StoredModel, home: Home, tmp_path: Path
+) -> None:
+    """The same weights with another rotary base: fluent, and wrong."""
+    for file in base.path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((base.path / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"]["rope_theta"] /= 10
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wrong = start(tmp_path, {})
+    verdict = ray.get(wrong.parity.remote(base, home))
+    ray.kill(wrong)
+    assert not verdict.passed, str(verdict)
+
+
+def test_in_a_mixed_batch_the_base_says_what_it_says_alone(engine: Any) -> None:
+    """Both adapter slots are in use, which is when upstream answers the base's requests with an adapter."""
+    alone = ask(engine, [None])
+    together = ask(engine, [None, "one", "two", None])
+    assert together[0::4] == together[3::4] == alone
+    assert not set(together[1::4] + together[2::4]) & set(alone)
+
+
+def test_in_a_mixed_batch_each_request_is_computed_by_its_own_model(engine: Any, base: StoredModel, home: Home) -> None:
+    """By log-probabilities of the same tokens: near what the same model gives alone, far from what others give."""
+    cases = reference(base, home).cases
+    candidates = (None, "one", "two")
+    alone = {name: ray.get(engine.observe.remote(cases, [name] * len(cases))) for name in candidates}
+    mixed = ray.get(engine.observe.remote(cases * 3, [name for name in candidates for _ in cases]))
+    for place, name in enumerate(candidates):
+        own = mixed[place * len(cases) : (place + 1) * len(cases)]
+        others = min(distance(own, alone[other]) for other in candidates if other != name)
+        # Random adapters blow activations up, and the rounding with them; hence no fixed bound.
+        assert distance(own, alone[name]) < others / 10, (distance(own, alone[name]), others)
+
+
+def distance(left: list[Observed], right: list[Observed]) -> float:
+    """Mean |Δ log p| in nats."""
+    pairs = [
+        pair
+        for ours, theirs in zip(left, right, strict=True)
+        for pair in zip(ours.logprobs, theirs.logprobs, strict=True)
+    ]
+    return sum(abs(a - b) for a, b in pairs) / len(pairs)
+
+
+def test_evaluate_reports_both_candidates_and_keeps_every_answer(
+    ray_session: Session, base: StoredModel, adapters: dict[str, Path], home: Home
+) -> None:
+    words = ("apple", "river", "stone", "cloud")
+    examples = [
+        ChatExample(
+            word,
+            [{"role": "user", "content": f"Say only this word: {word}"}, {"role": "assistant", "content": word}],
+            f"group of {word}",
+        )
+        for word in words
+    ]
+    seen: list[Progress] = []
+    config = EvaluateConfig(max_cases=3, max_new_tokens=8)
+    report = evaluate(
+        config, base=base, adapters={"one": adapters["one"]}, examples=examples, home=home, sink=seen.append
+    )
+    assert (report.n, report.groups, set(report.scores)) == (3, 3, {"base", "one"})
+    assert report.scores["one"].correct == 0
+    assert not report.verdict.passed
+    assert "sure tokens: 38 of 38" in report.parity
+    lines = [json.loads(line) for line in Path(report.answers_path).read_text(encoding="utf-8").splitlines()]
+    assert [set(line["answers"]) for line in lines] == [{"base", "one"}] * 3
+    assert (seen[-1].done, seen[-1].total) == (6, 6)
+
+
+def test_two_candidates_are_refused_before_an_engine_starts(
+    ray_session: Session, base: StoredModel, adapters: dict[str, Path], home: Home
+) -> None:
+    example = ChatExample("1", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "g")
+    with pytest.raises(ConfigError, match="not 2"):
+        evaluate(EvaluateConfig(), base=base, adapters=adapters, examples=[example], home=home)
