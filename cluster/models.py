@@ -181,9 +181,7 @@ def _kind(folder: Path) -> Kind:
     if (folder / "modules.json").is_file():
         return "sentence-embedder"
     try:
-        architectures = (
-            json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-        )
+        architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{folder} is not a model folder: config.json cannot be read ({type(error).__name__}).",
@@ -202,9 +200,7 @@ def _require_servable(folder: Path) -> None:
     _kind(folder)
     if any(folder.rglob("*.safetensors")):
         return
-    pickles = sorted(
-        path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.rglob(pattern)
-    )
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.rglob(pattern))
     raise ConfigError(
         f"{folder} has no *.safetensors" + (f", only {', '.join(pickles)}." if pickles else "."),
         hint="Convert it: load it where you trust it, then save_pretrained(folder, safe_serialization=True).",
@@ -223,9 +219,7 @@ def _fingerprint(folder: Path) -> str:
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         facts = path.stat()
-        total.update(
-            f"{path.relative_to(folder).as_posix()}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode()
-        )
+        total.update(f"{path.relative_to(folder).as_posix()}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
     return total.hexdigest()
 
 
