@@ -24,4 +24,3 @@ class EvaluateConfig(Config):
     max_cases: int | None = Field(default=None, ge=1)
     """Cases per suite, chosen by a hash of the case; unset: all."""
     max_new_tokens: int = Field(default=16, ge=1)
-    seed: int = 0

@@ -55,6 +55,8 @@ def evaluate(
         name: [suites.exact_match(answer, case.reference) for answer, case in zip(given, asked, strict=True)]
         for name, given in found.answers.items()
     }
+    commonest = suites.most_frequent(asked)
+    guessed = [suites.exact_match(commonest, case.reference) for case in asked]
     groups = [case.group for case in asked]
     confidence = config.gate.confidence
     difference = statistics.paired_difference(right[candidate], right[BASE], groups, confidence)
@@ -65,6 +67,7 @@ def evaluate(
         n=len(asked),
         groups=len(set(groups)),
         scores={name: statistics.score(results, groups, confidence) for name, results in right.items()},
+        most_frequent=statistics.score(guessed, groups, confidence),
         difference=difference,
         verdict=gates.decide(config.gate, difference, len(asked)),
         parity=str(found.parity),

@@ -35,6 +35,8 @@ class EvaluationReport(Config):
     groups: int
     """Packages (or other groups) that the cases come from. Cases of one group are alike; the intervals know it."""
     scores: dict[str, Score]
+    most_frequent: Score
+    """Whoever always gave the commonest reference: what a candidate that learned only the form would score."""
     difference: Interval
     """Candidate - base on the same cases."""
     verdict: GateVerdict

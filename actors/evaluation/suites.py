@@ -2,6 +2,7 @@
 
 import hashlib
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,12 @@ def cases(examples: Sequence[ChatExample], *, limit: int | None = None) -> list[
                 hint="Exact match compares with the last message; leave such examples out of the eval data.",
             )
     return [Case(one.id, one.messages[:-1], one.messages[-1]["content"], one.group) for one in chosen]
+
+
+def most_frequent(asked: Sequence[Case]) -> str:
+    """The commonest reference of the cases; of equally common ones the first by alphabet."""
+    counts = Counter(normalise(case.reference) for case in asked)
+    return min(counts, key=lambda answer: (-counts[answer], answer))
 
 
 def normalise(answer: str) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from app import recipe as recipes
+from app.cli import scores
 from app.cli.output import AsJson, Assignments, notes, show, table
 from app.display import Display
 from cluster.storage import Home
@@ -77,14 +78,7 @@ def _draw(console: Console, summary: "Summary", *, kept: bool) -> None:
     report, registration = summary.report, summary.registration
     console.print()
     console.print(table("Stages", ["stage", "seconds"], summary.stages.items()))
-    console.print(
-        table(
-            f"Exact match on {report.n} cases from packages never trained on (95 % interval)",
-            ["candidate", "exact match", "low", "high"],
-            [(name, score.value, score.low, score.high) for name, score in report.scores.items()],
-        )
-    )
-    console.print(f"Gate: {'passed' if report.verdict.passed else 'not passed'}. {report.verdict.reason}")
+    scores.draw(console, report, f"Run {summary.result.run_id}")
     moved = (
         f"{registration.move.name}@{registration.move.alias} → {registration.version.id}" if registration.move else None
     )

@@ -6,7 +6,8 @@ import typer
 from rich.console import Console
 
 from app import recipe as recipes
-from app.cli.output import AsJson, Assignments, notes, show, table
+from app.cli import scores
+from app.cli.output import AsJson, Assignments, notes, show
 from app.display import Display
 from cluster.storage import Home
 
@@ -31,14 +32,7 @@ def run(
     report = measured.report
 
     def render(console: Console) -> None:
-        console.print(
-            table(
-                f"{measured.version.id}: exact match on {report.n} held-out cases",
-                ["candidate", "exact match", "low", "high"],
-                [(name, score.value, score.low, score.high) for name, score in report.scores.items()],
-            )
-        )
-        console.print(f"Gate: {'passed' if report.verdict.passed else 'not passed'}. {report.verdict.reason}")
+        scores.draw(console, report, measured.version.id)
         if measured.move is not None:
             console.print(f"{measured.move.name}@{measured.move.alias} → {measured.version.id}")
 

@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from app import recipe as recipes
+from app.cli import scores
 from app.cli.output import AsJson, Assignments, notes, show, table
 from app.display import Display
 from cluster.storage import Home
@@ -59,14 +60,7 @@ def draw(console: Console, turn: "Turn") -> None:
         )
     )
     if turn.report is not None:
-        console.print(
-            table(
-                f"Exact match on {turn.report.n} held-out cases",
-                ["candidate", "exact match", "low", "high"],
-                [(name, score.value, score.low, score.high) for name, score in turn.report.scores.items()],
-            )
-        )
-        console.print(f"Gate: {'passed' if turn.report.verdict.passed else 'not passed'}. {turn.report.verdict.reason}")
+        scores.draw(console, turn.report, f"Run {result.run_id}")
     if turn.registration is not None:
         move = turn.registration.move
         where = f"{move.name}@{move.alias} → {turn.registration.version.id}" if move else "no alias moved"

@@ -1,7 +1,7 @@
 import pytest
 
 from actors.data.examples import ChatExample
-from actors.evaluation.suites import cases, exact_match
+from actors.evaluation.suites import Case, cases, exact_match, most_frequent
 from cluster.errors import ConfigError
 
 
@@ -43,3 +43,10 @@ def test_content_is_not(answer: str) -> None:
 
 def test_one_text_in_two_unicode_forms_is_one_text() -> None:
     assert exact_match("caf\u0065\u0301", "caf\u00e9")
+
+
+def test_the_most_frequent_answer_is_counted_as_it_is_compared() -> None:
+    references = ["ValueError", "`ValueError`", "KeyError", "TypeError", "KeyError."]
+    asked = [Case(str(number), [], reference, "g") for number, reference in enumerate(references)]
+    assert most_frequent(asked) == "KeyError"
+    assert most_frequent(asked[:2] + asked[3:4]) == "ValueError"
