@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from cluster.storage import Home, write_atomically
 from cluster.telemetry import PrintsToLog, log_to_file
 
 NAMESPACE = "flywheel"
+_ANSWER_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
         _ensure_token()
         context = ray.init(address="local", num_cpus=num_cpus or default_cpus(), include_dashboard=True, **common)
     else:
+        _require_answer(str(target))
         try:
             context = ray.init(address=target, **common)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
@@ -118,6 +121,27 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
             yield Session(ray.get_runtime_context().gcs_address, owned, url)
         finally:
             ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Say at once that nothing listens at `address`: Ray itself tries for minutes, and then aborts the process."""
+    scheme, separator, _ = address.partition("://")
+    if separator:
+        raise ConfigError(
+            f"{address!r} is the address of a {'Ray client' if scheme == 'ray' else 'dashboard'}, not of Ray itself.",
+            hint="Set RAY_ADDRESS to host:6379 of the head node, or to auto on it; or send a job with `ray job submit`.",
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and "local": Ray looks for itself, and answers quickly
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_WAIT_S).close()
+    except OSError as error:
+        raise DependencyError(
+            f"Ray at {address!r} cannot be reached: {error.strerror or error}.",
+            hint="Start it with `ray start --head`, mend RAY_ADDRESS, or unset it to let Flywheel start Ray.",
+            retryable=False,
+        ) from None
 
 
 def _ensure_token() -> None:
@@ -140,8 +164,6 @@ def default_cpus() -> int:
 
 def require_free_port(host: str, port: int) -> None:
     """`ConfigError` if something listens on `host:port` already."""
-    import socket
-
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -25,6 +25,7 @@ def _facts(found: "Status") -> dict[str, Any]:
     return {
         "home": found.home,
         "cluster": found.cluster,
+        "trouble": found.trouble,
         "applications": found.applications,
         "gateway": found.gateway,
         "runs": [view.model_dump(mode="json") for view in found.runs],
@@ -34,7 +35,7 @@ def _facts(found: "Status") -> dict[str, Any]:
 
 def _draw(console: Console, found: "Status") -> None:
     if found.cluster is None:
-        console.print("Ray: none runs for this FLYWHEEL_HOME (flywheel demo --keep, or set RAY_ADDRESS)")
+        console.print(f"Ray: {found.trouble}")
     else:
         cpus = found.cluster["resources"].get("CPU", 0)
         free = found.cluster["available"].get("CPU", 0)

@@ -7,17 +7,18 @@ import httpx
 
 from actors.registry import views
 from actors.registry.reader import read_state
-from cluster.errors import DependencyError
+from cluster.errors import ConfigError, DependencyError
 from cluster.session import Beacon, connect
 from cluster.storage import Home
 
 
 @dataclass(frozen=True)
 class Status:
-    """One look at an installation. `cluster` and `gateway` are None where nothing runs."""
+    """One look at an installation. `cluster` and `gateway` are None where nothing runs; `trouble` says why."""
 
     home: str
     cluster: dict[str, Any] | None
+    trouble: str | None
     applications: dict[str, str]
     gateway: dict[str, Any] | None
     runs: tuple[views.RunView, ...]
@@ -27,10 +28,11 @@ class Status:
 def status(home: Home, *, runs: int = 10) -> Status:
     """The registry's log always; Ray and Serve if a cluster runs; the gateway if it answers."""
     state = read_state(home)
-    cluster, applications = _cluster()
+    cluster, applications, trouble = _cluster()
     return Status(
         home=str(home.root),
         cluster=cluster,
+        trouble=trouble,
         applications=applications,
         gateway=_gateway(home),
         runs=views.runs(state)[:runs],
@@ -38,7 +40,7 @@ def status(home: Home, *, runs: int = 10) -> Status:
     )
 
 
-def _cluster() -> tuple[dict[str, Any] | None, dict[str, str]]:
+def _cluster() -> tuple[dict[str, Any] | None, dict[str, str], str | None]:
     try:
         with connect(start=False) as session:
             import ray
@@ -51,9 +53,9 @@ def _cluster() -> tuple[dict[str, Any] | None, dict[str, str]]:
                 "available": ray.available_resources(),
             }
             found = serve.status().applications
-            return facts, {name: str(application.status.value) for name, application in found.items()}
-    except DependencyError:
-        return None, {}
+            return facts, {name: str(application.status.value) for name, application in found.items()}, None
+    except (DependencyError, ConfigError) as error:
+        return None, {}, f"{error.message} {error.hint}"
 
 
 def _gateway(home: Home) -> dict[str, Any] | None:

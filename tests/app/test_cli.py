@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,25 @@ def test_a_users_mistake_is_named_without_a_traceback(
     assert part in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("address", "part"), [("127.0.0.1:1", "cannot be reached"), ("http://127.0.0.1:8265", "dashboard")]
+)
+def test_a_ray_that_is_not_there_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, part: str
+) -> None:
+    monkeypatch.setenv(environment.RAY_ADDRESS, address)
+    began = time.monotonic()
+    promoted = flywheel(tmp_path, "models", "promote", "a", "1", "--reason", "why")
+    assert promoted.returncode != 0
+    assert part in promoted.stderr
+    assert address in promoted.stderr
+    assert "Traceback" not in promoted.stderr
+    status = flywheel(tmp_path, "status")
+    assert status.returncode == 0
+    assert part in status.stdout
+    assert time.monotonic() - began < 40
 
 
 def test_json_output_and_json_errors_are_one_object(tmp_path: Path) -> None:
