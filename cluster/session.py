@@ -129,7 +129,7 @@ def _require_answer(address: str) -> None:
     if separator:
         raise ConfigError(
             f"{address!r} is the address of a {'Ray client' if scheme == 'ray' else 'dashboard'}, not of Ray itself.",
-            hint="Set RAY_ADDRESS to host:6379 of the head node, or to auto on it; or send a job with `ray job submit`.",
+            hint="Set RAY_ADDRESS to host:6379 of the head node, or auto on it; or use `ray job submit`.",
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():

@@ -220,7 +220,12 @@ class MilvusVectors:
         if not client.list_indexes(stored, timeout=_CALL_TIMEOUT_S):
             index = client.prepare_index_params()
             index.add_index("vector", index_type="AUTOINDEX", metric_type=spec.metric.upper())
-            client.create_index(stored, index, timeout=_CALL_TIMEOUT_S)
+            try:
+                client.create_index(stored, index, timeout=_CALL_TIMEOUT_S)
+            except MilvusException:
+                # As with the collection: a writer beside us found it unloaded too, and was faster.
+                if not client.list_indexes(stored, timeout=_CALL_TIMEOUT_S):
+                    raise
         client.load_collection(stored, timeout=_CALL_TIMEOUT_S)
 
     def _call_on(self, name: str, operation: Callable[[MilvusClient], Result]) -> Result:

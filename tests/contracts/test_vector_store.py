@@ -289,6 +289,29 @@ def test_creators_at_once_make_one_collection(store: VectorStore) -> None:
     assert store.count(SPEC.name) == 3
 
 
+def test_first_writers_at_once_all_succeed(store: VectorStore) -> None:
+    """Each makes the collection if it is not there, then writes: what the first requests of a client pool do."""
+    faults: list[Exception] = []
+
+    def write(collection: str, writer: int, start: threading.Barrier) -> None:
+        start.wait()
+        try:
+            store.create(CollectionSpec(collection, MODEL))
+            store.upsert(collection, [record(f"{writer}", [1, float(writer), 0])])
+        except Exception as error:  # noqa: BLE001 - shown by the assertion below, whatever it is
+            faults.append(error)
+
+    for attempt in range(12):
+        start = threading.Barrier(4)
+        threads = [threading.Thread(target=write, args=(f"fresh-{attempt}", writer, start)) for writer in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert faults == []
+        assert store.count(f"fresh-{attempt}") == 4
+
+
 @pytest.mark.integration
 def test_many_rows_go_in_batches_below_the_message_limit(lite_uri: str) -> None:
     store = MilvusVectors(lite_uri, max_batch_bytes=1 << 16)
