@@ -3,10 +3,10 @@
 from dataclasses import asdict
 
 import typer
-from cluster.preflight import check_all
 from rich.console import Console
 
 from app.cli.output import AsJson, show, table
+from cluster.preflight import check_all
 from cluster.storage import Home
 
 EXAMPLES = "Example: `flywheel doctor --json`"

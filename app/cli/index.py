@@ -22,7 +22,6 @@ def run(
 ) -> None:
     """Embed and write documents; returns when every one is durable and can be found."""
     from actors.data.version import load
-
     from app.pipelines.index import index, pool
 
     home = Home.current()

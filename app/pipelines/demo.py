@@ -8,10 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic
 
-from actors.evaluation.report import EvaluationReport
-
 from actors.data.build import build
 from actors.data.version import DataVersion
+from actors.evaluation.report import EvaluationReport
 from actors.evaluation.retrieval import RetrievalScores
 from actors.training.controller import TrainingResult
 from app.display import Display

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
+from actors.data.build import build
 from actors.evaluation.evaluate import evaluate
 from actors.evaluation.report import EvaluationReport
-
-from actors.data.build import build
 from actors.registry.state import AliasMove, EvaluationFact, Version
 from app.display import Display
 from app.pipelines import stages
