@@ -1,24 +1,23 @@
-"""The gateway's ports over Ray Serve handles. Ray's errors stop here and become `cluster.errors`.
+"""The gateway's ports over Ray Serve handles. Ray's errors stop here (`deployments.calls`).
 
 It knows which deployment method answers which port; it decides no status and no name.
 """
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.errors import CapacityError, DependencyError, FlywheelError, RequestError
+from cluster.errors import RequestError
 from cluster.vectors.port import Scalar
+from deployments.calls import call, translated
 from deployments.gateway.ports import Vectors
 from deployments.llm.protocol import Adapter, Answer, Generation
 
 _HANDLES_KEPT = 256
-RESTART_RETRY_AFTER_S = 30.0
 
 
 class EngineHandle:
@@ -44,7 +43,7 @@ class EngineHandle:
             answers.cancel()
 
     async def describe(self) -> dict[str, Any]:
-        return dict(await _call(self._plain.describe, part="the language model"))
+        return dict(await call(self._plain.describe, part="the language model"))
 
     def _handle(self, adapter: Adapter | None) -> DeploymentHandle:
         if adapter is None:
@@ -66,11 +65,11 @@ class EmbedderHandle:
         self._handle = handle
 
     async def embed(self, texts: list[str] | list[list[int]]) -> Vectors:
-        made: Vectors = await _call(self._handle.embed, texts, part="the embedder")
+        made: Vectors = await call(self._handle.embed, texts, part="the embedder")
         return made
 
     async def describe(self) -> dict[str, Any]:
-        return dict(await _call(self._handle.describe, part="the embedder"))
+        return dict(await call(self._handle.describe, part="the embedder"))
 
 
 class CollectionsHandle:
@@ -80,34 +79,10 @@ class CollectionsHandle:
         self._handle = handle
 
     async def write(self, collection: str, documents: list[dict[str, Any]]) -> int:
-        return int(await _call(self._handle.write, collection, documents, part="the collections"))
+        return int(await call(self._handle.write, collection, documents, part="the collections"))
 
     async def search(
         self, collection: str, query: str, k: int, filter: dict[str, Scalar] | None = None
     ) -> list[dict[str, Any]]:
-        hits = await _call(self._handle.search, collection, query, k, filter, part="the collections")
+        hits = await call(self._handle.search, collection, query, k, filter, part="the collections")
         return [dict(hit) for hit in hits]
-
-
-async def _call(method: Any, *arguments: Any, part: str) -> Any:
-    response = method.remote(*arguments)
-    try:
-        return await response
-    except asyncio.CancelledError:
-        response.cancel()
-        raise
-    except (RayError, RayServeException) as error:
-        raise translated(error, part) from None
-
-
-def translated(error: BaseException, part: str) -> BaseException:
-    """Ray's error as ours. An error that a deployment raised comes back as it was raised."""
-    if isinstance(error, RayTaskError):
-        # Ray hands over a class made of RayTaskError and the original; the original is plainer.
-        cause = error.cause
-        return cause if isinstance(cause, FlywheelError) else error
-    if isinstance(error, BackPressureError):
-        return CapacityError(f"Too many requests wait for {part}.", retry_after_s=1.0)
-    if isinstance(error, RayActorError | DeploymentUnavailableError):
-        return CapacityError(f"A replica of {part} died. It is being replaced.", retry_after_s=RESTART_RETRY_AFTER_S)
-    return DependencyError(f"Ray could not reach {part}: {type(error).__name__}.")

@@ -3,7 +3,7 @@ from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from cluster.errors import CapacityError, DependencyError, FlywheelError, RequestError
-from deployments.gateway.handles import translated
+from deployments.calls import translated
 
 
 def test_an_error_that_a_deployment_raised_comes_back_with_all_its_facts() -> None:
