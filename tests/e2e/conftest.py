@@ -39,9 +39,14 @@ def fresh_home(home: Home, tmp_path: Path) -> Iterator[Home]:
 
 
 def clean_environment(home: Home) -> dict[str, str]:
-    """The environment of a user who has set FLYWHEEL_HOME and nothing else of ours."""
-    ours = environment.library_settings_names() | {environment.RAY_ADDRESS, "RAY_AUTH_TOKEN_PATH"}
-    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    """The environment of a user who has set FLYWHEEL_HOME and nothing else of ours.
+
+    Ray and others set variables of this process once they are used in it (RAY_AUTH_MODE for one); a command must
+    not depend on what tests before it have used.
+    """
+    ours = environment.library_settings_names()
+    theirs = ("RAY_", "VLLM_", "HF_", "MLFLOW_", "SERVE_", "FLYWHEEL_")
+    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith(theirs)}
     return {**kept, environment.HOME: str(home.root), "PYTHONUNBUFFERED": "1"}
 
 
