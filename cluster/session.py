@@ -8,8 +8,9 @@ import logging
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,9 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
     log_to_file(home)
     url = f"http://{context.dashboard_url}" if context.dashboard_url else None
     # Ray prints the cluster's troubles to stdout whatever it is told (ray 2.60); stdout is for results.
-    with redirect_stdout(PrintsToLog("ray")):
+    # A caller that has put something of its own there (pytest's capture) keeps it.
+    ours = sys.stdout is sys.__stdout__
+    with redirect_stdout(PrintsToLog("ray")) if ours else nullcontext():
         try:
             yield Session(ray.get_runtime_context().gcs_address, owned, url)
         finally:

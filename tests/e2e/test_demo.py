@@ -44,13 +44,8 @@ def test_one_turn_of_the_wheel(fresh_home: Home) -> None:
     state = read_state(fresh_home)
     assert state.alias("error-triage", "champion") == (1 if passed else None)
     assert state.run_status(summary["run"]) == "completed"
-    assert [line.split(":")[0] for line in summary["lineage"]][:5] == [
-        "data",
-        "data",
-        "run",
-        "checkpoint",
-        "checkpoint",
-    ]
+    chain = [line.split(":")[0] for line in summary["lineage"]]
+    assert chain == ["data", "data", "run", "checkpoint", "evaluation", "version", *(["alias"] if passed else [])]
 
     models = {answer["model"] for answer in summary["answers"]}
     assert len(models) == 2
