@@ -97,7 +97,7 @@ class Display:
         stage.latest = progress
         if self._bars is not None and stage.bar is not None:
             self._bars.update(stage.bar, total=progress.total, completed=progress.done, facts=_facts(stage))
-        elif time.monotonic() - stage.shown_at >= _PLAIN_INTERVAL_S:
+        elif time.monotonic() - stage.shown_at >= _PLAIN_INTERVAL_S or progress.done == progress.total:
             stage.shown_at = time.monotonic()
             self.console.print(f"  {stage.name}: {_facts(stage)}", highlight=False, markup=False)
 

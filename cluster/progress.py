@@ -4,6 +4,7 @@ Work that runs in Ray workers gets a `Sink` from `relayed`; what it puts in come
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,47 +26,66 @@ class Progress:
 
 Sink = Callable[[Progress], None]
 
+_FETCH_PERIOD_S = 0.2
+
 
 def silent(_: Progress) -> None:
     """The sink of work that nobody watches."""
 
 
-class _RemoteSink:
-    """Picklable; puts reports into a Ray queue and never makes the work wait or fail."""
+class _Mailbox:
+    """A Ray actor that keeps reports until they are fetched. Calls of one worker come in the order it made them."""
 
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
+    def __init__(self) -> None:
+        self._reports: list[Progress] = []
+
+    def put(self, progress: Progress) -> None:
+        self._reports.append(progress)
+
+    def take(self) -> list[Progress]:
+        taken, self._reports = self._reports, []
+        return taken
+
+
+class _RemoteSink:
+    """Picklable; sends reports and never makes the work wait or fail."""
+
+    def __init__(self, mailbox: Any) -> None:
+        self._mailbox = mailbox
 
     def __call__(self, progress: Progress) -> None:
-        self._queue.actor.put.remote(progress)
+        self._mailbox.put.remote(progress)
 
 
 @contextmanager
 def relayed(sink: Sink) -> Iterator[Sink]:
     """A sink that Ray workers can hold. Reports reach `sink` in this process, in the order of each worker."""
-    from ray.exceptions import RayError  # heavy, and only needed once Ray runs
-    from ray.util.queue import Empty, Queue
+    import ray  # heavy, and only needed once Ray runs
+    from ray.exceptions import RayError
 
-    queue = Queue(actor_options={"num_cpus": 0})
+    mailbox = ray.remote(_Mailbox).options(num_cpus=0).remote()
     ended = threading.Event()
 
-    def drain() -> None:
-        while True:
-            # Asked before the queue is: what was put in before the end is still taken out after it.
-            last_round = ended.is_set()
-            try:
-                sink(queue.get(timeout=0.2))
-            except Empty:
-                if last_round:
+    def fetch() -> None:
+        try:
+            while True:
+                ending = ended.wait(_FETCH_PERIOD_S)
+                reports: list[Progress] = ray.get(mailbox.take.remote())
+                for progress in reports:
+                    sink(progress)
+                # Reports may still be on their way when the work has ended: a round without any is the last.
+                if ending and not reports:
                     return
-            except RayError:
-                return  # the cluster is going; there is nobody left to hear from
+                if ending:
+                    time.sleep(_FETCH_PERIOD_S)
+        except RayError:
+            return  # the cluster is going; there is nobody left to hear from
 
-    thread = threading.Thread(target=drain, name="progress-relay", daemon=True)
+    thread = threading.Thread(target=fetch, name="progress-relay", daemon=True)
     thread.start()
     try:
-        yield _RemoteSink(queue)
+        yield _RemoteSink(mailbox)
     finally:
         ended.set()
         thread.join(timeout=5)
-        queue.shutdown(force=True)
+        ray.kill(mailbox)
