@@ -60,7 +60,8 @@ def prepare(
     A row has `input_ids`, `labels` (-100: no loss), `position_ids` (from 0 in each example), each
     list<int32>[max_length], and the `sample_ids` it was made of. The limits of `config` count examples.
     Examples that do not fit or cannot be masked are quarantined. If the same was prepared before, that version
-    is returned at once. Raises `ConfigError` if there is no usable tokenizer or nothing is left to train on.
+    is returned at once. Raises `ConfigError` if there is no usable tokenizer or nothing is left to train on,
+    `StateError` if a published file is no longer what it was.
     """
     if examples.stage != "examples" or examples.shape != "chat":
         raise ConfigError(
@@ -80,8 +81,10 @@ def prepare(
     name = f"{examples.name}.tokens"
     fingerprint = version.digest_of(name, examples.digest, settings)
     if (existing := version.find(home, name, fingerprint)) is not None:
+        version.verify(existing, home)
         sink(Progress(stage="prepare", done=1, total=1, unit="versions", note=f"{existing.id} exists already"))
         return existing
+    version.verify(examples, home)
     tokenizer = chat.load_tokenizer(tokenizer_path)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_id is None:

@@ -8,6 +8,7 @@ Owns that layout. Does not know how rows are made, tokenized or fed to training.
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,13 +18,14 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import ValidationError
 
 from actors.data.config import Split
 from actors.data.rows import Rejected, Shape
 from cluster.config import Config, nearest
 from cluster.errors import ConfigError, StateError
 from cluster.storage import Home, digest_file, publish, require_file_name
+
+logger = logging.getLogger(__name__)
 
 Stage = Literal["examples", "tokens"]
 
@@ -81,10 +83,17 @@ class DataVersion(Config):
         return home.data / self.name / self.digest[:_DIGITS]
 
     def shards(self, split: Split, home: Home) -> list[Path]:
-        """The Parquet files of a side, in row order; `ConfigError` if the version has no such side."""
+        """The Parquet files of a side, in row order.
+
+        `ConfigError` if the version has no such side, `StateError` if a file of it was deleted.
+        """
         if split not in self.splits:
             raise ConfigError(f"{self.id} has no split {split!r}.", hint=f"It has: {', '.join(self.splits)}.")
-        return [self.folder(home) / shard.file for shard in self.splits[split].files]
+        paths = [self.folder(home) / shard.file for shard in self.splits[split].files]
+        for path in paths:
+            if not path.is_file():
+                raise _damaged(self, home, path, "missing")
+        return paths
 
     def quarantine(self, home: Home) -> Path:
         """JSON lines: reason, detail, file, line and text of each row that could not be used."""
@@ -104,9 +113,16 @@ class SplitContent:
 
 
 def load(home: Home, reference: str) -> DataVersion:
-    """The newest version of a name, or the one of an exact id `name@<12 hex>`; `ConfigError` lists what exists."""
+    """The newest version of a name, or the one of an exact id `name@<12 hex>`; `ConfigError` lists what exists.
+
+    `StateError` if the manifest of that version cannot be read (of a name: any, because it may be the newest).
+    """
     name, at, digits = reference.partition("@")
-    known = versions(home)
+    known = []
+    for path in _manifests(home):
+        asked_for = path.parent.parent.name == name and (not at or path.parent.name == digits)
+        known += _read_all([path], skip_damaged=not asked_for)
+    known = _oldest_first(known)
     named = [version for version in known if version.name == name]
     matching = [version for version in named if version.digest[:_DIGITS] == digits] if at else named
     if matching:
@@ -121,9 +137,8 @@ def load(home: Home, reference: str) -> DataVersion:
 
 
 def versions(home: Home) -> list[DataVersion]:
-    """Every published version, the oldest first."""
-    found = [_read(path) for path in home.data.glob(f"*/[!.]*/{_MANIFEST}")]
-    return sorted(found, key=lambda version: (version.created_at, version.id))
+    """Every published version, the oldest first; one whose manifest cannot be read is left out with a warning."""
+    return _oldest_first(_read_all(_manifests(home), skip_damaged=True))
 
 
 def find(home: Home, name: str, fingerprint: str) -> DataVersion | None:
@@ -138,10 +153,7 @@ def verify(version: DataVersion, home: Home) -> None:
         for shard in split.files:
             path = version.folder(home) / shard.file
             if not path.is_file() or digest_file(path) != shard.sha256:
-                raise StateError(
-                    f"{path} is {'changed' if path.is_file() else 'missing'}: {version.id} cannot be trusted.",
-                    hint=f"Delete {version.folder(home)} and build it again.",
-                )
+                raise _damaged(version, home, path, "changed" if path.is_file() else "missing")
 
 
 def store(
@@ -157,9 +169,14 @@ def store(
     config: Mapping[str, Any],
     fingerprint: str,
 ) -> DataVersion:
-    """Publish a version whole or not at all. Equal content made by equal code and settings is one version."""
+    """Publish a version whole or not at all.
+
+    Equal content, with equal rows left out, made by equal code and settings is one version.
+    """
     require_file_name(name, what="data version name")
-    identity = digest_of(name, stage, shape, config, {split: content.digest for split, content in contents.items()})
+    kept = {split: content.digest for split, content in contents.items()}
+    left_out = {"rejected": digest_of([asdict(one) for one in rejected]), "dropped": dict(dropped)}
+    identity = digest_of(name, stage, shape, config, kept, left_out)
     target = home.data / name / identity[:_DIGITS]
     if not (target / _MANIFEST).is_file():
         with publish(target) as scratch:
@@ -200,7 +217,12 @@ def head(files: Sequence[Path], limit: int | None, columns: Sequence[str] | None
     for file in files:
         if limit is not None and rows >= limit and tables:
             break
-        tables.append(pq.read_table(file, columns=None if columns is None else list(columns)))
+        try:
+            tables.append(pq.read_table(file, columns=None if columns is None else list(columns)))
+        except (pa.ArrowException, OSError) as error:
+            raise StateError(
+                f"{file} cannot be read: {error}.", hint=f"Delete {file.parent} and build it again."
+            ) from None
         rows += tables[-1].num_rows
     return pa.concat_tables(tables).slice(0, limit)
 
@@ -224,10 +246,37 @@ def _write(folder: Path, split: Split, content: SplitContent) -> SplitManifest:
     )
 
 
+def _damaged(version: DataVersion, home: Home, path: Path, what: str) -> StateError:
+    return StateError(
+        f"{path} is {what}: {version.id} cannot be trusted.",
+        hint=f"Delete {version.folder(home)} and build it again.",
+    )
+
+
+def _manifests(home: Home) -> list[Path]:
+    return sorted(home.data.glob(f"*/[!.]*/{_MANIFEST}"))
+
+
+def _oldest_first(found: Iterable[DataVersion]) -> list[DataVersion]:
+    return sorted(found, key=lambda version: (version.created_at, version.id))
+
+
+def _read_all(paths: Iterable[Path], *, skip_damaged: bool) -> list[DataVersion]:
+    found = []
+    for path in paths:
+        try:
+            found.append(_read(path))
+        except StateError as error:
+            if not skip_damaged:
+                raise
+            logger.warning("Left out: %s", error)
+    return found
+
+
 def _read(path: Path) -> DataVersion:
     try:
         return DataVersion.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise StateError(
             f"The manifest {path} cannot be read: {str(error).splitlines()[0]}",
             hint=f"Delete {path.parent} and build it again.",

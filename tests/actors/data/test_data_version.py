@@ -83,9 +83,13 @@ def test_equal_content_and_settings_are_one_version_and_a_change_is_another(tmp_
         _store(home, _rows(7)[::-1]),
         _store(home, [dataclasses.replace(row, group="one") for row in _rows(7)]),
         _store(home, _rows(7), config={"seed": 1}),
+        _store(home, _rows(7), rejected=[]),
+        _store(home, _rows(7), dropped={}),
     ]
-    assert len({first.id, *(other.id for other in others)}) == 5
-    assert len(version.versions(home)) == 5
+    assert len({first.id, *(other.id for other in others)}) == 7
+    assert len(version.versions(home)) == 7
+    assert [dict(other.quarantined) for other in others[-2:]] == [{}, {"too-long": 1}]
+    assert others[-1].dropped == {}
 
 
 def test_inputs_find_their_version(tmp_path: Path) -> None:
@@ -123,6 +127,35 @@ def test_a_changed_or_missing_shard_is_noticed(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(StateError, match="is missing"):
         version.verify(stored, home)
+
+
+def test_reading_a_deleted_or_damaged_shard_says_how_to_mend_it(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    stored = _store(home, _rows(7))
+    [shard] = stored.shards("train", home)
+    shard.write_bytes(b"x")
+    with pytest.raises(StateError, match="cannot be read") as damaged:
+        examples.read(stored, "train", home)
+    assert str(stored.folder(home)) in str(damaged.value.hint)
+    shard.unlink()
+    with pytest.raises(StateError, match=r"train-00000\.parquet is missing"):
+        examples.read(stored, "train", home)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"{}"])
+def test_a_damaged_manifest_matters_to_its_own_version_only(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = Home(tmp_path)
+    sound = _store(home, _rows(3))
+    broken = _store(home, _rows(4), name="other")
+    (broken.folder(home) / "manifest.json").write_bytes(content)
+    assert version.load(home, "errors") == version.load(home, sound.id) == sound
+    assert version.versions(home) == [sound]
+    assert str(broken.folder(home)) in caplog.text
+    for reference in ("other", broken.id):
+        with pytest.raises(StateError, match="cannot be read"):
+            version.load(home, reference)
 
 
 def test_evaluating_on_the_training_split_is_refused() -> None:
