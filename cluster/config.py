@@ -24,6 +24,19 @@ class Config(BaseModel):
 AnyConfig = TypeVar("AnyConfig", bound=BaseModel)
 
 
+class _Strict(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error, where PyYAML takes the last one in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; `ConfigError` if it is missing, unreadable or not a mapping."""
     try:
@@ -35,8 +48,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", hint="Give a UTF-8 YAML file.") from None
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        content = yaml.load(text, Loader=_Strict)
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}", hint="Mend the line it names.") from None
     if not isinstance(content, dict):
         raise ConfigError(
@@ -104,7 +117,8 @@ def _explain(config_class: type[BaseModel], fault: Mapping[str, Any]) -> str:
     if fault["type"] == "missing":
         return f"{dotted}: required, but not given"
     message = str(fault["msg"]).removeprefix("Value error, ")
-    return f"{dotted}: {message} (got {fault['input']!r})"
+    # A check of the whole names the values itself; its input is everything.
+    return f"{dotted}: {message} (got {fault['input']!r})" if location else message
 
 
 def _keys_at(config_class: type[BaseModel], location: Sequence[str | int]) -> list[str]:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["causal-lm", "sentence-embedder"]
 
+_PATH_STARTS = ("/", ".", "~")
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -81,16 +82,38 @@ def obtain(reference: str, home: Home) -> StoredModel:
     folder = Path(reference).expanduser()
     if folder.is_dir():
         return _in_place(folder.resolve(), home)
-    if reference.startswith(("/", ".", "~")):
-        raise ConfigError(
+    if model_sources.is_hub_id(reference) and not reference.startswith(_PATH_STARTS):
+        key = require_file_name(reference.replace("/", "--").lower(), what="model reference")
+        return _stored(model_sources.Hub(reference), key=key, name=served_name(reference), home=home)
+    raise _unknown(reference)
+
+
+def locate(reference: str, home: Home) -> Path | None:
+    """Folder of the model that `reference` names if its files are on this machine, None if `obtain` would fetch it.
+
+    Fetches and digests nothing. Raises `ConfigError` as `obtain` does for what names nothing or cannot be served.
+    """
+    folder = Path(reference).expanduser()
+    if reference in model_sources.CATALOG:
+        stored = home.models / reference
+    elif folder.is_dir():
+        _require_servable(folder)
+        return folder.resolve()
+    elif reference.startswith(_PATH_STARTS) or not model_sources.is_hub_id(reference):
+        raise _unknown(reference)
+    else:
+        stored = home.models / require_file_name(reference.replace("/", "--").lower(), what="model reference")
+    return stored if stored.is_dir() else None
+
+
+def _unknown(reference: str) -> ConfigError:
+    if reference.startswith(_PATH_STARTS):
+        return ConfigError(
             f"There is no model folder {reference}.",
             hint="Give the path of a Hugging Face folder with safetensors.",
         )
-    if model_sources.is_hub_id(reference):
-        key = require_file_name(reference.replace("/", "--").lower(), what="model reference")
-        return _stored(model_sources.Hub(reference), key=key, name=served_name(reference), home=home)
     meant = nearest(reference, model_sources.CATALOG)
-    raise ConfigError(
+    return ConfigError(
         f"There is no model {reference!r}.",
         hint=(f"Did you mean {meant!r}? " if meant else "")
         + f"Known names: {', '.join(sorted(model_sources.CATALOG))}. Or give a Hugging Face id or a path.",

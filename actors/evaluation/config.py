@@ -19,7 +19,7 @@ class GateConfig(Config):
 class EvaluateConfig(Config):
     """Which suites run, on how many cases, and the gate."""
 
-    suites: tuple[Literal["exact-match"], ...] = ("exact-match",)
+    suites: tuple[Literal["exact-match"], ...] = Field(default=("exact-match",), min_length=1, max_length=1)
     gate: GateConfig = GateConfig()
     max_cases: int | None = Field(default=None, ge=1)
     """Cases per suite, chosen by a hash of the case; unset: all."""

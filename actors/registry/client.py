@@ -246,7 +246,8 @@ def _actor() -> Any:
         return ray.get_actor(ACTOR_NAME, namespace=NAMESPACE)
     except ValueError:
         raise DependencyError(
-            "No registry runs in this Ray cluster.", hint="Start one: `flywheel models list` or any pipeline does."
+            "No registry runs in this Ray cluster.",
+            hint="Any `flywheel` command that writes starts one: train, serve, demo.",
         ) from None
 
 

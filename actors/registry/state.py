@@ -33,7 +33,7 @@ class Fact(Config):
     """Something that happened. `event` names it in the log."""
 
     # A loss can be NaN; as JSON's null it could not be read back.
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="strings")
+    model_config = ConfigDict(ser_json_inf_nan="strings")
     event: ClassVar[str]
 
 
@@ -541,14 +541,15 @@ def _promote(state: State, command: Promote, now: datetime) -> Decision:
     version_of(state, command.name, command.version)
     moves = state.moves.get((command.name, command.alias), ())
     current = state.alias(command.name, command.alias)
-    if current == command.version:
-        return Decision((), moves[-1])
+    # Before anything else: who expects one thing and finds another has to know, also where the move is made already.
     if command.expected is not None and command.expected != (current or 0):
         raise StateError(
             f"{command.name}@{command.alias} stands at {_at(current)}, not at {_at(command.expected or None)}; "
             f"it was not moved to version {command.version}.",
             hint="Somebody moved it meanwhile: look at its history, then decide again.",
         )
+    if current == command.version:
+        return Decision((), moves[-1])
     move = _move(command, len(moves) + 1, command.version, current, now)
     return Decision((move,), move)
 

@@ -1,8 +1,8 @@
 """Settings of a training run. Read without ray, torch or peft."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from cluster.config import Config
 
@@ -20,7 +20,7 @@ class AdapterConfig(Config):
     r: int = Field(default=16, ge=1, le=256)
     alpha: int = Field(default=32, ge=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
 
 
 class WorkersConfig(Config):
@@ -47,6 +47,8 @@ class ParallelConfig(Config):
 
 class OptimizerConfig(Config):
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) and its schedule."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     learning_rate: float = Field(default=2e-4, gt=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"

@@ -68,7 +68,7 @@ def train(
     data: DataVersion,
     home: Home,
     tracking_uri: str,
-    tracking_run_id: str,
+    tracking_run_id: str | None,
     sink: Sink = silent,
     on_checkpoint: OnCheckpoint = untold,
 ) -> TrainingResult:

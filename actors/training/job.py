@@ -25,7 +25,8 @@ class Job:
     rows: int
     run_folder: Path
     tracking_uri: str
-    tracking_run_id: str
+    tracking_run_id: str | None
+    """The tracker's id of the run; None if nobody shows it."""
     sink: Sink
     on_checkpoint: OnCheckpoint
 

@@ -164,7 +164,9 @@ class _RayReporter:
         self._job = job
         self._place = place
         self._metrics = (
-            MetricLog(lambda: MlflowTracker(job.tracking_uri), job.tracking_run_id) if place.rank == 0 else None
+            MetricLog(lambda: MlflowTracker(job.tracking_uri), job.tracking_run_id)
+            if place.rank == 0 and job.tracking_run_id is not None
+            else None
         )
         self._untold: list[tuple[str, int, str, dict[str, float]]] = []
 

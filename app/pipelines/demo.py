@@ -90,7 +90,8 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
                     display,
                     max_tokens=recipe.evaluate.max_new_tokens,
                 )
-            pairs = pool(functions, home, documents=indexing.documents)
+            # Held-out packages only: all of these functions are indexed, and the first ones' docstrings ask for them.
+            pairs = pool(functions, home, documents=indexing.documents, splits=("test",))
             with display.stage("index"):
                 indexed = index(url, indexing.collection, pairs, display)
             with display.stage("search"):

@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 
+from actors.data.config import Split
 from actors.data.examples import PairExample, read
 from actors.data.version import DataVersion
-from actors.evaluation.retrieval import RetrievalScores, score
+from actors.evaluation.retrieval import RetrievalScores, rank_of, score
 from cluster.errors import ConfigError, DependencyError, RequestError
 from cluster.progress import Progress, Sink
 from cluster.storage import Home
@@ -29,13 +30,19 @@ class Indexed:
     seconds: float
 
 
-def pool(version: DataVersion, home: Home, *, documents: int) -> list[PairExample]:
-    """Functions of held-out packages: all are indexed, and the docstrings of the first ones ask for them."""
-    pairs = [pair for pair in read(version, "test", home, limit=documents) if isinstance(pair, PairExample)]
+def pool(
+    version: DataVersion, home: Home, *, documents: int, splits: Sequence[Split] = ("train", "test")
+) -> list[PairExample]:
+    """The first `documents` pairs of the sides named, side after side; `ConfigError` if there are none."""
+    pairs: list[PairExample] = []
+    for split in splits:
+        if split in version.splits:
+            rows = read(version, split, home, limit=documents - len(pairs))
+            pairs += [row for row in rows if isinstance(row, PairExample)]
     if not pairs:
         raise ConfigError(
-            f"{version.id} has no query/positive pairs in its test split.",
-            hint="Point index.source at a pairs dataset.",
+            f"{version.id} has no query/positive pairs in {' or '.join(splits)}.",
+            hint="Name a dataset of pairs, such as python-functions.",
         )
     return pairs
 
@@ -82,7 +89,7 @@ def _write(client: httpx.Client, collection: str, batch: list[dict[str, object]]
 def _rank(client: httpx.Client, collection: str, pair: PairExample, k: int) -> int | None:
     """Place (from 1) of the pair's own document among the first k hits, or None."""
     hits = _post(client, f"/v1/collections/{collection}/search", {"query": pair.query, "k": k})["data"]
-    return next((place for place, hit in enumerate(hits, 1) if hit["id"] == pair.id), None)
+    return rank_of(pair.id, [hit["id"] for hit in hits])
 
 
 def _post(client: httpx.Client, path: str, body: dict[str, object]) -> dict[str, Any]:

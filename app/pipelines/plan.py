@@ -6,17 +6,20 @@ AdamW's two moments; activations follow Korthikanti et al. 2022 (arXiv:2205.0519
 
 import fnmatch
 import json
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Literal
 
 import psutil
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from actors.data import sources
 from actors.data.mining import MINERS
 from app.recipe import Recipe
-from cluster.models import StoredModel, installed, served_name
+from cluster.errors import ConfigError
+from cluster.models import locate
 from cluster.storage import Home
 
 GIB = 1 << 30
@@ -63,16 +66,7 @@ class Memory:
 
 def plan(recipe: Recipe, home: Home, folder: Path) -> list[Line]:
     """Every finding about `recipe` on this machine; `folder` is what a job submission would upload."""
-    lines = [_batch(recipe)]
-    stored = _find(recipe.model.base, home)
-    if stored is None:
-        lines.append(Line("model", "warn", f"{recipe.model.base} is not in the store yet", "The run fetches it."))
-    else:
-        shape = read_shape(stored.path)
-        lines.append(Line("model", "ok", f"{stored.name}, {shape.parameters / 1e6:.0f} M parameters"))
-        lines.append(_fits(recipe, memory(recipe, shape)))
-    lines += [_data(recipe), _upload(folder), _disk(home)]
-    return lines
+    return [_batch(recipe), *_model(recipe, home), *_sources(recipe), _upload(folder), _disk(home)]
 
 
 def memory(recipe: Recipe, shape: Shape) -> Memory:
@@ -116,17 +110,18 @@ def read_shape(folder: Path) -> Shape:
 
 
 def upload_bytes(folder: Path) -> list[tuple[int, Path]]:
-    """Files that `ray job submit --working-dir` would upload, largest first."""
+    """Files that `ray job submit --working-dir` would upload, largest first; what cannot be read is passed over."""
     ignored = _ignored_patterns(folder)
+
+    def stays(name: str) -> bool:
+        return name in _NEVER_UPLOADED or any(fnmatch.fnmatch(name, pattern) for pattern in ignored)
+
     sizes = []
-    for path in folder.rglob("*"):
-        relative = path.relative_to(folder)
-        if _NEVER_UPLOADED & set(relative.parts) or any(
-            fnmatch.fnmatch(part, pattern) for part in relative.parts for pattern in ignored
-        ):
-            continue
-        if path.is_file() and not path.is_symlink():
-            sizes.append((path.stat().st_size, relative))
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not stays(name)]
+        for path in (Path(root) / name for name in names if not stays(name)):
+            if path.is_file() and not path.is_symlink():
+                sizes.append((path.stat().st_size, path.relative_to(folder)))
     return sorted(sizes, reverse=True)
 
 
@@ -136,13 +131,26 @@ def _ignored_patterns(folder: Path) -> list[str]:
     for name in (".gitignore", ".rayignore"):
         path = folder / name
         if path.is_file():
-            lines += path.read_text(encoding="utf-8").splitlines()
+            lines += path.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line.strip().strip("/") for line in lines if line.strip() and not line.startswith(("#", "!"))]
 
 
-def _find(reference: str, home: Home) -> StoredModel | None:
-    name = served_name(reference)
-    return next((model for model in installed(home) if model.name == name), None)
+def _model(recipe: Recipe, home: Home) -> list[Line]:
+    try:
+        folder = locate(recipe.model.base, home)
+    except ConfigError as error:
+        return [Line("model", "red", error.message, error.hint or "")]
+    if folder is None:
+        return [Line("model", "warn", f"{recipe.model.base} is not in the store yet", "The run fetches it.")]
+    if (folder / "modules.json").is_file():
+        return [Line("model", "red", f"{recipe.model.base} makes embeddings", "Take a causal language model as base.")]
+    try:
+        shape = read_shape(folder)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        advice = "Look at its config.json and *.safetensors."
+        return [Line("model", "warn", f"the shape of {folder} cannot be read: {type(error).__name__}", advice)]
+    found = f"{recipe.model.base}, {shape.parameters / 1e6:.0f} M parameters"
+    return [Line("model", "ok", found), _fits(recipe, memory(recipe, shape))]
 
 
 def _batch(recipe: Recipe) -> Line:
@@ -175,13 +183,31 @@ def _fits(recipe: Recipe, need: Memory) -> Line:
     return Line("memory", "red", f"does not fit: {found}", max(parts, key=lambda advice: parts[advice]))
 
 
-def _data(recipe: Recipe) -> Line:
-    source = recipe.data.train.source
-    if Path(source).exists():
-        return Line("data", "ok", f"{source} is there and will be read")
+def _sources(recipe: Recipe) -> list[Line]:
+    """Each source that the recipe names, once."""
+    named = [("data", recipe.data.train.source)]
+    if recipe.data.eval is not None:
+        named.append(("evaluation data", recipe.data.eval.source))
+    if recipe.index is not None:
+        named.append(("index", recipe.index.source))
+    first = {source: what for what, source in reversed(named)}
+    return [_source(what, source) for source, what in reversed(first.items())]
+
+
+def _source(what: str, source: str) -> Line:
     if source in MINERS:
-        return Line("data", "ok", f"{source} will be mined from the installed packages")
-    return Line("data", "red", f"there is no {source}", f"Give a path, or one of: {', '.join(sorted(MINERS))}.")
+        return Line(what, "ok", f"{source} will be mined from the installed packages")
+    known = f"Give a path, or one of: {', '.join(sorted(MINERS))}."
+    try:
+        path = Path(source).expanduser()
+        if not path.exists():
+            return Line(what, "red", f"there is no {source}", known)
+        found = sources.files(path)
+    except ConfigError as error:
+        return Line(what, "red", error.message, error.hint or known)
+    except (OSError, RuntimeError) as error:
+        return Line(what, "red", f"{source} cannot be looked at: {error}", known)
+    return Line(what, "ok", f"{source} is there and will be read ({len(found)} files)")
 
 
 def _upload(folder: Path) -> Line:

@@ -6,8 +6,10 @@ stands on; each stage returns a frozen result that the next one takes.
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from actors.data.build import build
 from actors.data.examples import ChatExample, read
@@ -30,14 +32,15 @@ from actors.training.controller import TrainingResult, new_run_id
 from actors.training.controller import train as run_training
 from app.pipelines.provenance import code_commit
 from app.recipe import Recipe
-from cluster.errors import ConfigError, FlywheelError
+from cluster.errors import ConfigError, DependencyError, FlywheelError
 from cluster.models import StoredModel, obtain
 from cluster.progress import Progress, Sink
 from cluster.storage import Home
 from cluster.tracking import Tracker
 
 CANDIDATE = "adapter"
-BASE = "base"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ def held_out(ground: Ground, examples: DataVersion) -> list[ChatExample]:
     if measure.source != recipe.data.train.source:
         version = build(measure.source, recipe.data, home, ground.sink)
         record_data(ground.registry, version)
-    cases = read(version, measure.split, home, limit=recipe.evaluate.max_cases or measure.limit)
+    limits = [limit for limit in (recipe.evaluate.max_cases, measure.limit) if limit is not None]
+    cases = read(version, measure.split, home, limit=min(limits, default=None))
     chats = [case for case in cases if isinstance(case, ChatExample)]
     if not chats:
         raise ConfigError(
@@ -114,9 +118,7 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
     run_id = new_run_id(recipe.name)
     settings = recipe.model_dump(mode="json", by_alias=True)
     commit = code_commit()
-    tracking_run = ground.tracker.begin_run(
-        run_id, experiment=recipe.name, params=_flat(settings), tags={"flywheel.commit": commit}
-    )
+    tracking_run = _begin_tracking(ground, run_id, settings, commit)
     registry.begin_run(
         RunFact(
             id=run_id,
@@ -236,9 +238,25 @@ def _record_checkpoint(
     registry.checkpoint(CheckpointFact(id=checkpoint_id, run_id=run_id, step=step, path=path, metrics=metrics))
 
 
-def _end(ground: Ground, tracking_run: str, ended: RunEnded) -> None:
+def _begin_tracking(ground: Ground, run_id: str, settings: dict[str, Any], commit: str) -> str | None:
+    """The tracker's id of the run; None if the tracker is away, for a run must not wait for whoever shows it."""
+    try:
+        return ground.tracker.begin_run(
+            run_id, experiment=ground.recipe.name, params=_flat(settings), tags={"flywheel.commit": commit}
+        )
+    except DependencyError as error:
+        logger.warning("run %s is not in the tracker: %s", run_id, error)
+        return None
+
+
+def _end(ground: Ground, tracking_run: str | None, ended: RunEnded) -> None:
     ground.registry.end_run(ended)
-    ground.tracker.end_run(tracking_run, ended.status)
+    if tracking_run is None:
+        return
+    try:
+        ground.tracker.end_run(tracking_run, ended.status)
+    except DependencyError as error:
+        logger.warning("the tracker does not know that run %s has ended: %s", ended.run_id, error)
 
 
 def _flat(settings: dict[str, object], prefix: str = "") -> dict[str, str]:

@@ -74,3 +74,44 @@ def test_a_source_that_is_not_there_is_red(tmp_path: Path) -> None:
     line = next(line for line in plan.plan(recipe, Home(tmp_path), tmp_path) if line.name == "data")
     assert line.status == "red"
     assert "python-errors" in line.advice
+
+
+def test_a_model_that_is_not_there_or_is_no_language_model_is_red(tmp_path: Path) -> None:
+    embedder = tmp_path / "embedder"
+    embedder.mkdir()
+    (embedder / "modules.json").write_text("[]")
+    save_file({"w": np.zeros((2, 2), np.float32)}, embedder / "model.safetensors")
+    for base, part in (
+        ("/no/such/model", "/no/such/model"),
+        ("smollm2-135m-instuct", "smollm2-135m-instuct"),
+        (str(embedder), "makes embeddings"),
+    ):
+        recipe = recipes.load("error-triage", [f"model.base={base}"])
+        line = next(line for line in plan.plan(recipe, Home(tmp_path), tmp_path) if line.name == "model")
+        assert line.status == "red"
+        assert part in line.found
+
+
+def test_a_hub_id_is_not_taken_for_the_stored_model_of_its_last_name(tmp_path: Path, model: Path) -> None:
+    home = Home(tmp_path / "home")
+    (home.models / "smollm2-135m-instruct").mkdir(parents=True)
+    recipe = recipes.load("error-triage", ["model.base=Someone/SmolLM2-135M-Instruct"])
+    line = next(line for line in plan.plan(recipe, home, tmp_path) if line.name == "model")
+    assert line.status == "warn"
+    assert "not in the store" in line.found
+
+
+def test_every_source_of_a_recipe_is_looked_at(tmp_path: Path) -> None:
+    recipe = recipes.load("error-triage", ["data.eval.source=/no/eval.jsonl", "index.source=/no/index.jsonl"])
+    status = {line.name: line.status for line in plan.plan(recipe, Home(tmp_path), tmp_path)}
+    assert (status["data"], status["evaluation data"], status["index"]) == ("ok", "red", "red")
+
+
+def test_odd_files_in_the_folder_do_not_end_a_plan(tmp_path: Path, model: Path) -> None:
+    (tmp_path / ".gitignore").write_bytes(b"caf\xe9\n")
+    (model / "model.safetensors").write_bytes(b"broken")
+    (model / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "n_layer": 2}')
+    recipe = recipes.load("error-triage", [f"model.base={model}"])
+    line = next(line for line in plan.plan(recipe, Home(tmp_path / "home"), tmp_path) if line.name == "model")
+    assert line.status == "warn"
+    assert "cannot be read" in line.found

@@ -30,6 +30,25 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         recipes.load("error-triage", ["optimizer.global_batch_size=5"])
 
 
+@pytest.mark.parametrize(
+    ("assignment", "part"),
+    [
+        ("evaluate.suites=[]", "evaluate.suites"),
+        ("adapter.target_modules=[]", "adapter.target_modules"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate"),
+    ],
+)
+def test_a_value_that_could_only_fail_later_is_refused_now(assignment: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        recipes.load("error-triage", [assignment])
+
+
+def test_a_fault_of_the_whole_recipe_does_not_print_the_recipe() -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipes.load("error-triage", ["adapter.r=32"])
+    assert "(got" not in caught.value.message
+
+
 def test_an_unknown_recipe_lists_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         recipes.load(tmp_path / "none.yaml")

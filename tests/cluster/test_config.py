@@ -87,3 +87,17 @@ def test_a_missing_file_and_a_binary_file_are_named(tmp_path: Path) -> None:
 
 def test_nearest_is_silent_when_nothing_is_near() -> None:
     assert nearest("abc", ["xyz", "qqq"]) is None
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("steps: 1\nname: x\nsteps: 2\n")
+    with pytest.raises(ConfigError, match="'steps' is given twice"):
+        read_yaml(path)
+
+
+def test_a_deeply_nested_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("a: " + "[" * 5000)
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        read_yaml(path)

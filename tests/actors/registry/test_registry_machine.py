@@ -73,15 +73,13 @@ class RegistryMachine(RuleBasedStateMachine):
             assert not 1 <= version <= len(self.contents[name])
             return multiple()
         except StateError:
-            assert expected is not None
-            assert expected != current
-            assert version != current
+            assert expected not in (None, current)
             return multiple()
         assert isinstance(answer, AliasMove)
         assert answer.version == version
+        assert expected in (None, current)
         if version == current:
             return multiple()
-        assert expected in (None, current)
         self.stacks[name, alias] = [*stack, version]
         self.answers[command.command] = answer
         return command
