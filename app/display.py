@@ -57,9 +57,9 @@ class Display:
         if self.console.is_terminal:
             self._bars = Bars(
                 SpinnerColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
-                TextColumn("{task.fields[facts]}"),
+                TextColumn("{task.fields[facts]}", markup=False),
                 TimeElapsedColumn(),
                 console=self.console,
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.panel import Panel
+from rich.text import Text
 
 from app import recipe as recipes
 from app.cli import scores
@@ -35,7 +36,8 @@ def run(
 
     def wait(summary: "Summary") -> None:
         show(_facts(summary), lambda console: _draw(console, summary, kept=keep), as_json=as_json)
-        notes.print(f"\n[bold]The application is up at {summary.url}.[/bold] Press Ctrl-C here to stop it.")
+        up = Text(f"\nThe application is up at {summary.url}.", "bold")
+        notes.print(up.append(" Press Ctrl-C here to stop it.", "not bold"))
         try:
             signal.pause()
         except KeyboardInterrupt:
@@ -79,10 +81,9 @@ def _draw(console: Console, summary: "Summary", *, kept: bool) -> None:
     console.print()
     console.print(table("Stages", ["stage", "seconds"], summary.stages.items()))
     scores.draw(console, report, f"Run {summary.result.run_id}")
-    moved = (
-        f"{registration.move.name}@{registration.move.alias} → {registration.version.id}" if registration.move else None
-    )
-    console.print(f"Alias: {moved or 'stays where it was, because the adapter did not beat the base'}\n")
+    move = registration.move
+    moved = f"{move.name}@{move.alias} → {registration.version.id}" if move else f"not moved: {registration.reason}"
+    console.print(f"Alias: {moved}\n", markup=False)
     console.print(
         table(
             "The same questions to both, through the OpenAI client",
@@ -107,7 +108,7 @@ def _draw(console: Console, summary: "Summary", *, kept: bool) -> None:
             [(name, s.value, s.low, s.high) for name, s in retrieval.metrics.items()],
         )
     )
-    console.print(Panel("\n".join(summary.lineage), title="Lineage", title_align="left", expand=False))
+    console.print(Panel(Text("\n".join(summary.lineage)), title="Lineage", title_align="left", expand=False))
     console.print("Look around:")
     for command in (
         f"flywheel models show {registration.version.id}",

@@ -4,13 +4,14 @@ from dataclasses import asdict
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from app.cli.output import AsJson, show, table
 from cluster.preflight import check_all
 from cluster.storage import Home
 
 EXAMPLES = "Example: `flywheel doctor --json`"
-_SIGNS = {"ok": "[green]✓ ok[/green]", "warn": "[yellow]! warn[/yellow]", "red": "[red]✗ red[/red]"}
+_SIGNS = {"ok": Text("✓ ok", "green"), "warn": Text("! warn", "yellow"), "red": Text("✗ red", "red")}
 
 
 def run(as_json: AsJson = False) -> None:

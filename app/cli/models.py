@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from rich.tree import Tree
 
 from actors.registry import views
@@ -62,7 +63,7 @@ def show_version(reference: Reference, as_json: AsJson = False) -> None:
         console.print(table(version.id, ["fact", "value"], facts.items()))
         tree = Tree("Lineage")
         for link in view.lineage:
-            tree.add(f"{link.kind}: {link.id}")
+            tree.add(Text(f"{link.kind}: {link.id}"))
         console.print(tree)
 
     show(view.model_dump(mode="json"), render, as_json=as_json)

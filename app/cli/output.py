@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Assignments = Annotated[
@@ -18,28 +19,35 @@ Assignments = Annotated[
 ]
 
 # Bound now: while Ray is connected, `sys.stdout` is where libraries print, and that is the log.
-console = Console(file=sys.stdout)
-notes = Console(stderr=True)
+# Data is never markup: `list[str]` and `:warning:` are shown as they are. Style goes through `Text`.
+console = Console(file=sys.stdout, markup=False, emoji=False)
+notes = Console(stderr=True, markup=False, emoji=False)
 
 
 def show(result: dict[str, Any], render: Callable[[Console], None], *, as_json: bool) -> None:
     """Print `result`: as JSON, or as `render` draws it."""
     if as_json:
-        console.file.write(json.dumps(result, default=str, ensure_ascii=False) + "\n")
+        # Escaped where the terminal's encoding would turn letters into question marks.
+        ascii_only = "utf" not in (getattr(console.file, "encoding", None) or "utf-8").lower()
+        console.file.write(json.dumps(result, default=str, ensure_ascii=ascii_only) + "\n")
         console.file.flush()
     else:
         render(console)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A rich table of text cells; numbers are aligned to the right."""
-    drawn = Table(title=title, title_justify="left", header_style="bold", expand=False)
+    """A rich table of literal cells; numbers are aligned to the right. A cell that is a `Text` keeps its style."""
+    drawn = Table(title=Text(title, style="table.title"), title_justify="left", header_style="bold", expand=False)
     listed = [list(row) for row in rows]
     for index, column in enumerate(columns):
         numeric = bool(listed) and all(isinstance(row[index], int | float) for row in listed)
-        drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        drawn.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
     for row in listed:
-        drawn.add_row(
-            *("-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row)
-        )
+        drawn.add_row(*map(_cell, row))
     return drawn
+
+
+def _cell(value: object) -> Text:
+    if isinstance(value, Text):
+        return value
+    return Text("-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from app import recipe as recipes
 from app.cli.output import AsJson, Assignments, show, table
@@ -13,7 +14,7 @@ from app.pipelines.plan import plan
 from cluster.storage import Home
 
 EXAMPLES = "Examples: `flywheel plan error-triage` · `flywheel plan my.yaml --set data.max_length=1024`"
-_SIGNS = {"ok": "[green]✓[/green]", "warn": "[yellow]![/yellow]", "red": "[red]✗[/red]"}
+_SIGNS = {"ok": Text("✓", "green"), "warn": Text("!", "yellow"), "red": Text("✗", "red")}
 
 
 def run(

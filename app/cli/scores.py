@@ -20,4 +20,4 @@ def draw(console: Console, report: "EvaluationReport", title: str) -> None:
             [(name, score.value, score.low, score.high) for name, score in rows.items()],
         )
     )
-    console.print(f"Gate: {'passed' if report.verdict.passed else 'not passed'}. {report.verdict.reason}")
+    console.print(f"Gate: {'passed' if report.verdict.passed else 'not passed'}. {report.verdict.reason}", markup=False)

@@ -4,7 +4,10 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from app.cli import output
+from app.cli.output import table
 from app.display import Display
 from cluster.progress import Progress
 
@@ -66,3 +69,23 @@ def test_time_left_comes_from_the_pace_since_the_first_report() -> None:
         left = stage.seconds_left()
         assert left is not None
         assert left == pytest.approx(45, abs=1)
+
+
+def test_what_looks_like_markup_is_shown_as_it_is_and_breaks_nothing() -> None:
+    odd = "list[str] [/tmp] tickets[/b].jsonl :warning:"
+    text = io.StringIO()
+    # A plain Console reads markup: the table must not depend on the console that prints it.
+    Console(file=text, width=200).print(table(odd, ["x [/a]"], [[odd], [Text("✓ ok", "green")]]))
+    assert text.getvalue().count(odd) == 2
+    assert "x [/a]" in text.getvalue()
+    assert "✓ ok" in text.getvalue()
+    bars = io.StringIO()
+    with Display(Console(file=bars, force_terminal=True, width=200), 1) as display, display.stage("data[/b]"):
+        display(Progress("data", 1, 2, "rows", note="list[str] [/tmp]"))
+    assert "data[/b]" in bars.getvalue()
+    assert "list[str] [/tmp]" in bars.getvalue()
+
+
+def test_the_consoles_of_the_verbs_read_no_markup() -> None:
+    for console in (output.console, output.notes):
+        assert console.render_str("list[str] [/tmp] :warning:").plain == "list[str] [/tmp] :warning:"
