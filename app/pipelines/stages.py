@@ -118,7 +118,7 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
     run_id = new_run_id(recipe.name)
     settings = recipe.model_dump(mode="json", by_alias=True)
     commit = code_commit()
-    tracking_run = _begin_tracking(ground, run_id, settings, commit)
+    tracking_run = begin_tracking(ground, run_id, settings, commit)
     registry.begin_run(
         RunFact(
             id=run_id,
@@ -146,21 +146,21 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
             on_checkpoint=partial(_record_checkpoint, registry, run_id),
         )
     except KeyboardInterrupt:
-        _end(
+        end_run(
             ground,
             tracking_run,
             RunEnded(run_id=run_id, status="stopped", verdict="stopped by its user"),
         )
         raise
     except FlywheelError as error:
-        _end(ground, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=error.message))
+        end_run(ground, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=error.message))
         raise
     except BaseException as error:
         verdict = f"{type(error).__name__}: {error}"
-        _end(ground, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=verdict))
+        end_run(ground, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=verdict))
         raise
     verdict = f"{result.steps} steps, loss {result.loss_first:.3f} → {result.loss_last:.3f}"
-    _end(ground, tracking_run, RunEnded(run_id=run_id, status="completed", verdict=verdict))
+    end_run(ground, tracking_run, RunEnded(run_id=run_id, status="completed", verdict=verdict))
     return result
 
 
@@ -238,7 +238,7 @@ def _record_checkpoint(
     registry.checkpoint(CheckpointFact(id=checkpoint_id, run_id=run_id, step=step, path=path, metrics=metrics))
 
 
-def _begin_tracking(ground: Ground, run_id: str, settings: dict[str, Any], commit: str) -> str | None:
+def begin_tracking(ground: Ground, run_id: str, settings: dict[str, Any], commit: str) -> str | None:
     """The tracker's id of the run; None if the tracker is away, for a run must not wait for whoever shows it."""
     try:
         return ground.tracker.begin_run(
@@ -249,7 +249,7 @@ def _begin_tracking(ground: Ground, run_id: str, settings: dict[str, Any], commi
         return None
 
 
-def _end(ground: Ground, tracking_run: str | None, ended: RunEnded) -> None:
+def end_run(ground: Ground, tracking_run: str | None, ended: RunEnded) -> None:
     ground.registry.end_run(ended)
     if tracking_run is None:
         return
