@@ -4,9 +4,11 @@ Owns reading and validating. A row that cannot be used is handed back with its r
 that cannot be used at all is an error. Does not know the split, tokenizers or Ray; the rows are held in memory.
 """
 
+import codecs
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +27,15 @@ SHAPES = {
     "instruction/input/output": ("instruction", "output"),
     "query/positive": ("query", "positive"),
 }
-"""Known shapes and the columns that each must have; the first that fits is taken."""
+"""Known shapes and the columns that each must have; the one that most rows fit is taken, of equals the first."""
 
 _FORMATS = ".jsonl, .ndjson, .json, .parquet, .csv, or a folder that datasets.save_to_disk wrote"
 _ROLES = frozenset({"system", "user", "assistant"})
 _SIDE = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _QUOTED_CHARS = 500
 _SAMPLED_ROWS = 1000
+_CELL_CHARS = 2**31 - 1  # as good as no limit, as for JSON lines; csv's own is 128 KiB
+_PROBED_BYTES = 8192
 
 Record = Mapping[str, Any]
 
@@ -79,8 +83,19 @@ def read(path: Path) -> SourceRows:
 
     Raises `ConfigError` if the format or the shape is not known, or if no row at all can be used.
     """
-    found = [row for file in _files(path) for row in _READERS[file.path.suffix.lower()](file)]
-    shape = _shape([row.record for row in found if row.record is not None], path)
+    try:
+        listed = _files(path)
+        if not any(file.path.stat().st_size for file in listed):
+            raise ConfigError(f"{path} is empty.", hint="Give a file with at least two rows.")
+        found = [row for file in listed for row in _READERS[file.path.suffix.lower()](file)]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", hint="Check the file and your rights to it.") from None
+    if not found:
+        raise ConfigError(f"{path} is empty: it holds no row.", hint="Give a file with at least two rows.")
+    records = [row.record for row in found if row.record is not None]
+    shape = _shape(records)
+    if shape is None:
+        raise _no_shape(path, listed, records, found)
     rows, rejected = [], []
     for row in found:
         try:
@@ -88,9 +103,8 @@ def read(path: Path) -> SourceRows:
                 raise _Unfit("malformed", row.fault)
             rows.append(_row(shape, row.record, row.file, row.line))
         except _Unfit as unfit:
-            text = row.text or repr(dict(row.record or {}))
-            quoted = text.encode("utf-8", "backslashreplace").decode()[:_QUOTED_CHARS]
-            rejected.append(Rejected(unfit.reason, str(unfit), row.file.name, row.line, quoted))
+            text = row.text or _repr(dict(row.record or {}))
+            rejected.append(Rejected(unfit.reason, _printable(str(unfit)), row.file.name, row.line, _printable(text)))
     if not rows:
         reasons = ", ".join(sorted({one.reason for one in rejected})) or "it is empty"
         detail = f" For example line {rejected[0].line}: {rejected[0].detail}." if rejected else ""
@@ -99,14 +113,15 @@ def read(path: Path) -> SourceRows:
 
 
 def _files(path: Path) -> list[_File]:
+    name = _printable(path.name)
     if path.is_file():
         if path.suffix.lower() not in _READERS or path.suffix.lower() == ".arrow":
             raise ConfigError(f"{path} has an unknown format {path.suffix!r}.", hint=f"Known: {_FORMATS}.")
-        return [_File(path, path.name, None)]
+        return [_File(path, name, None)]
     if not path.is_dir():
         raise ConfigError(f"There is no file or folder {path}.", hint=f"Looked up from {Path.cwd()}.")
     if (path / "dataset_dict.json").is_file():
-        names = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        names = _saved_splits(path)
         return [
             _File(file, f"{name}/{file.name}", _side(name) if len(names) > 1 else None)
             for name in names
@@ -114,13 +129,17 @@ def _files(path: Path) -> list[_File]:
         ]
     if (path / "state.json").is_file():
         return [_File(file, file.name, None) for file in _arrow_files(path)]
-    inside = sorted(file for file in path.iterdir() if file.suffix.lower() in _READERS and file.suffix != ".arrow")
+    inside = sorted(
+        file
+        for file in path.iterdir()
+        if file.suffix.lower() in _READERS and file.suffix.lower() != ".arrow" and file.is_file()
+    )
     if not inside:
         raise ConfigError(f"The folder {path} holds no data file.", hint=f"Known: {_FORMATS}.")
     # `train.jsonl` beside `test.jsonl` says how to split; any other names are parts of one whole.
     sided = [bool(_SIDE.match(file.stem)) for file in inside]
     sides = {_side(file.stem) for file in inside} if all(sided) else set()
-    return [_File(file, file.name, _side(file.stem) if len(sides) == 2 else None) for file in inside]
+    return [_File(file, _printable(file.name), _side(file.stem) if len(sides) == 2 else None) for file in inside]
 
 
 def _side(name: str) -> Split:
@@ -133,12 +152,27 @@ def _side(name: str) -> Split:
     return "train" if match.group(1).lower() == "train" else "test"
 
 
+def _saved_splits(folder: Path) -> list[str]:
+    """The splits of a DatasetDict saved by `datasets`."""
+    path = folder / "dataset_dict.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        content = None
+    names = content.get("splits") if isinstance(content, dict) else None
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"{path} does not list the splits of a dataset.", hint="Save the dataset again with datasets.save_to_disk."
+        )
+    return names
+
+
 def _arrow_files(folder: Path) -> list[Path]:
     """The files of a dataset saved by `datasets`: Arrow streams, listed in its state.json."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         return [folder / Path(file["filename"]).name for file in state["_data_files"]]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{folder} is not a dataset that datasets.save_to_disk wrote: {error}.", hint="Save it again."
         ) from None
@@ -152,7 +186,7 @@ def _read_jsonl(file: _File) -> Iterator[_Found]:
             text = line.decode("utf-8", "backslashreplace").strip()
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield _Found(file, number, None, f"not JSON: {error}", text)
                 continue
             yield _found(file, number, record, text)
@@ -161,7 +195,7 @@ def _read_jsonl(file: _File) -> Iterator[_Found]:
 def _read_json(file: _File) -> Iterator[_Found]:
     try:
         content = json.loads(file.path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file.path} is not JSON: {error}.", hint="One object per line? Then name it .jsonl."
         ) from None
@@ -175,6 +209,7 @@ def _read_json(file: _File) -> Iterator[_Found]:
 
 
 def _read_csv(file: _File) -> Iterator[_Found]:
+    csv.field_size_limit(_CELL_CHARS)
     with file.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         while True:
@@ -186,7 +221,7 @@ def _read_csv(file: _File) -> Iterator[_Found]:
                 yield _Found(file, reader.line_num, None, f"not CSV: {error}")
                 continue
             if None in record:
-                yield _Found(file, reader.line_num, None, "more fields than the header", str(record))
+                yield _Found(file, reader.line_num, None, "more fields than the header", _repr(record))
             else:
                 yield _Found(file, reader.line_num, record)
 
@@ -195,7 +230,7 @@ def _read_parquet(file: _File) -> Iterator[_Found]:
     try:
         batches = pq.ParquetFile(file.path).iter_batches()
         yield from _from_batches(file, batches)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"{file.path} is not Parquet: {error}.", hint="Write the file again.") from None
 
 
@@ -203,7 +238,7 @@ def _read_arrow(file: _File) -> Iterator[_Found]:
     try:
         with pa.memory_map(str(file.path)) as source:
             yield from _from_batches(file, pa.ipc.open_stream(source))
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"{file.path} is not an Arrow stream: {error}.", hint="Save the dataset again.") from None
 
 
@@ -218,7 +253,7 @@ def _from_batches(file: _File, batches: Iterable[Any]) -> Iterator[_Found]:
 def _found(file: _File, line: int, record: object, text: str) -> _Found:
     if isinstance(record, dict):
         return _Found(file, line, record, text=text)
-    return _Found(file, line, None, f"{type(record).__name__}, not an object", text or str(record))
+    return _Found(file, line, None, f"{type(record).__name__}, not an object", text or _repr(record))
 
 
 _READERS: dict[str, Callable[[_File], Iterator[_Found]]] = {
@@ -229,19 +264,63 @@ _READERS: dict[str, Callable[[_File], Iterator[_Found]]] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
+_TEXTS = frozenset({".jsonl", ".ndjson", ".json", ".csv"})
 
 
-def _shape(records: list[Record], path: Path) -> str:
+def _shape(records: list[Record]) -> str | None:
+    """The shape that most rows fit. None fits whole where values are missing everywhere: then columns decide."""
+    fitting: Counter[str] = Counter()
+    columns: set[str] = set()
+    for record in records:
+        columns.update(record)
+        for shape, required in SHAPES.items():
+            fitting[shape] += all(record.get(column) not in (None, "") for column in required)
+    best = max(SHAPES, key=lambda shape: fitting[shape])
+    if fitting[best]:
+        return best
+    return next((shape for shape, required in SHAPES.items() if columns >= set(required)), None)
+
+
+def _no_shape(path: Path, listed: list[_File], records: list[Record], found: list[_Found]) -> ConfigError:
+    for file in listed:
+        if file.path.suffix.lower() in _TEXTS and not _is_text(file.path):
+            return ConfigError(f"{file.path} is not UTF-8 text.", hint="Save it as UTF-8, or give it its own suffix.")
+    if not records:
+        first = found[0]
+        return ConfigError(
+            f"{path} has no usable row. For example line {first.line}: {_printable(first.fault)}.",
+            hint="Write one JSON object per row.",
+        )
     columns: dict[str, None] = {}
     for record in records[:_SAMPLED_ROWS]:
         columns.update(dict.fromkeys(record))
-    for shape, required in SHAPES.items():
-        if columns.keys() >= set(required):
-            return shape
-    raise ConfigError(
-        f"{path} has the columns {', '.join(map(str, columns)) or '(none)'}, which make no known shape.",
+    return ConfigError(
+        f"{path} has the columns {_printable(', '.join(map(str, columns)))}, which make no known shape.",
         hint=f"Name the columns as in one of: {'; '.join(SHAPES)}.",
     )
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(_PROBED_BYTES)
+    # The end may cut a character in two, which an incremental decoder waits for.
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in start
+
+
+def _printable(text: str) -> str:
+    """The start of `text`, as it can be printed and stored whatever bytes it came from."""
+    return text[:_QUOTED_CHARS].encode("utf-8", "backslashreplace").decode()[:_QUOTED_CHARS]
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except RecursionError:
+        return f"{type(value).__name__} that is nested too deeply to show"
 
 
 def _row(shape: str, record: Record, file: _File, line: int) -> Row:
@@ -258,7 +337,16 @@ def _row(shape: str, record: Record, file: _File, line: int) -> Row:
 
 def _group(given: object, question: object) -> str:
     """The row's own group, else one of its question's: several answers to one question stay on one side."""
-    return content_id(question) if given is None or given == "" else _encodable(str(given), "group")
+    if given is None or given == "":
+        return content_id(question)
+    if isinstance(given, list | dict):
+        raise _Unfit("malformed", f"'group' is {_named(given)}, not text or a number")
+    return _encodable(str(given), "group")
+
+
+def own_group(row: Row) -> str:
+    """The group that `row` has where its source names none."""
+    return content_id(asked(row.messages) if row.messages else [row.query])
 
 
 def _messages(shape: str, record: Record) -> tuple[Message, ...]:
@@ -297,10 +385,11 @@ def _turns(value: object, column: str) -> list[Message]:
         raise _Unfit("missing-value", f"{column!r} is {_named(value)}, not a list of turns")
     turns = []
     for number, turn in enumerate(value):
-        if not isinstance(turn, Mapping) or turn.get("role") not in _ROLES:
-            role = turn.get("role") if isinstance(turn, Mapping) else turn
-            raise _Unfit("unknown-role", f"turn {number} has the role {role!r}, not one of {', '.join(sorted(_ROLES))}")
-        turns.append(Message(role=str(turn["role"]), content=_text(turn, "content")))
+        role = turn.get("role") if isinstance(turn, Mapping) else turn
+        if not isinstance(turn, Mapping) or not isinstance(role, str) or role not in _ROLES:
+            known = ", ".join(sorted(_ROLES))
+            raise _Unfit("unknown-role", f"turn {number} has the role {_repr(role)[:50]}, not one of {known}")
+        turns.append(Message(role=role, content=_text(turn, "content")))
     return turns
 
 
@@ -310,7 +399,7 @@ def _json_if_text(value: object) -> object:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _Unfit("malformed", f"'messages' is not JSON: {error}") from None
 
 

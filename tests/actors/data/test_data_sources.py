@@ -147,7 +147,15 @@ def test_an_unknown_shape_names_its_columns_and_the_known_shapes(tmp_path: Path)
         ("rows.json", '{"a": 1}', "not a list"),
         ("rows.json", "{", "not JSON"),
         ("rows.parquet", "x", "not Parquet"),
-        ("rows.jsonl", "", "no known shape"),
+        ("rows.jsonl", "", "is empty"),
+        ("rows.jsonl", "\n\n", "holds no row"),
+        ("rows.csv", "prompt,completion\n", "holds no row"),
+        ("rows.jsonl", "\0\1binary\n", "not UTF-8 text"),
+        ("rows.csv", "\0\1binary\nx\n", "not UTF-8 text"),
+        ("rows.jsonl", "[1]\n", "line 1: list, not an object"),
+        ("rows.jsonl", "[" * 100_000, "no usable row"),
+        ("rows.json", "[" * 100_000, "not JSON"),
+        ("rows.json", "", "is empty"),
         ("rows.jsonl", '{"prompt": "", "completion": ""}', "no usable row: missing-value"),
     ],
 )
@@ -162,3 +170,48 @@ def test_rows_without_a_group_share_one_if_they_ask_the_same(tmp_path: Path) -> 
     rows: list[Row] = sources.read(_jsonl(tmp_path / "rows.jsonl", records)).rows
     assert rows[0].group == rows[1].group != rows[2].group
     assert len({row.id for row in rows}) == 3
+
+
+def test_most_rows_decide_the_shape_and_of_equals_the_first_known(tmp_path: Path) -> None:
+    asked: list[Any] = [{"prompt": f"p{number}", "completion": "x"} for number in range(40)]
+    read = sources.read(_jsonl(tmp_path / "rows.jsonl", [{"messages": TURNS}, *asked]))
+    assert (len(read.rows), [(bad.line, bad.reason) for bad in read.rejected]) == (40, [(1, "missing-value")])
+    tied = sources.read(_jsonl(tmp_path / "tied.jsonl", [asked[0], {"messages": TURNS}]))
+    assert [row.origin.line for row in tied.rows] == [2]
+    # Parquet gives every row every column: an empty one does not count.
+    table = pa.Table.from_pylist([{"messages": TURNS, "prompt": None, "completion": None}, *asked])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert len(sources.read(tmp_path / "rows.parquet").rows) == 40
+
+
+def test_odd_values_reject_their_row_only(tmp_path: Path) -> None:
+    rows: list[Any] = [
+        {"messages": TURNS},
+        {"messages": [{"role": ["user"], "content": "x"}]},
+        {"messages": TURNS, "group": [1]},
+        "[" * 100_000,
+    ]
+    read = sources.read(_jsonl(tmp_path / "rows.jsonl", rows))
+    assert len(read.rows) == 1
+    bad = [(one.line, one.reason) for one in read.rejected]
+    assert bad == [(2, "unknown-role"), (3, "malformed"), (4, "malformed")]
+    assert max(len(bad.row) for bad in read.rejected) <= 500
+
+
+def test_a_long_csv_cell_is_read_as_a_long_json_value_is(tmp_path: Path) -> None:
+    _write_csv(tmp_path / "rows.csv", [{"prompt": "p" * 1_000_000, "completion": "x"}])
+    [row] = sources.read(tmp_path / "rows.csv").rows
+    assert len(row.messages[0]["content"]) == 1_000_000
+
+
+def test_a_folder_named_like_a_file_is_passed_over(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "rows.jsonl", PAIRS)
+    (tmp_path / "sub.jsonl").mkdir()
+    assert sources.files(tmp_path) == [tmp_path / "rows.jsonl"]
+
+
+@pytest.mark.parametrize("content", ["{bad", "{}", "[]", '{"splits": [1]}'])
+def test_a_broken_dataset_dict_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "dataset_dict.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"dataset_dict\.json does not list the splits"):
+        sources.read(tmp_path)
