@@ -4,6 +4,7 @@ The shell around `mining`, `sources` and `split`; the only one that knows which 
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ all, because without one SmolLM2's template puts in a longer one of its own."""
 
 _CODE = ("build.py", "examples.py", "installed.py", "mining.py", "rows.py", "sources.py", "split.py")
 _FILES_PER_TASK = 500
+_NAME_CHARS = 100  # leaves room for what is added to a name: 128 is the most
 _FOUND = pa.schema(
     [
         ("file", pa.int32()),
@@ -63,6 +65,8 @@ def build(name_or_path: str, config: DataConfig, home: Home, sink: Sink = silent
     Mined files count as the same while their names, sizes and modification times are.
     Raises `ConfigError` for a source that does not exist or cannot be used.
     """
+    if not name_or_path.strip():
+        raise ConfigError("The source is empty.", hint="Give a mined dataset, or the path of a file or folder.")
     name = version_name(name_or_path)
     settings = {
         "source": name_or_path if name_or_path in MINERS else Path(name_or_path).name,
@@ -76,7 +80,12 @@ def build(name_or_path: str, config: DataConfig, home: Home, sink: Sink = silent
         inputs = [[one.name, one.group, one.version, one.size_bytes, one.modified_ns] for one in found]
     else:
         path = _existing(name_or_path)
-        inputs = [[file.name, digest_file(file)] for file in sources.files(path)]
+        try:
+            inputs = [[file.name, digest_file(file)] for file in sources.files(path)]
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}.", hint="Check the files and your rights to them."
+            ) from None
     fingerprint = version.digest_of(name, settings, inputs)
     if (existing := version.find(home, name, fingerprint)) is not None:
         sink(Progress(stage="data", done=1, total=1, unit="versions", note=f"{existing.id} exists already"))
@@ -107,17 +116,36 @@ def version_name(source: str) -> str:
     """The name of the versions of a source: a mined dataset's own, or the file's or folder's without its suffix."""
     if source in MINERS:
         return source
-    stem = Path(source).expanduser().resolve().stem
+    try:
+        stem = _expanded(source).resolve().stem
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source!r} cannot be a path: {error}.", hint="Give the path of a file or folder.") from None
     name = "".join(sign if sign.isascii() and (sign.isalnum() or sign in "._-") else "-" for sign in stem)
-    name = name.strip(".-") or "data"
+    name = re.sub(r"\.{2,}", ".", name).strip(".-") or "data"
+    if len(name) > _NAME_CHARS:
+        name = f"{name[:_NAME_CHARS].strip('.-')}-{content_id(name)[:8]}"
     # A user's file must not pass for a mined dataset.
     return f"{name}-file" if name in MINERS else name
 
 
+def _expanded(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{source!r} cannot be a path: {error}", hint="Write the folder out instead of `~`."
+        ) from None
+
+
 def _existing(source: str) -> Path:
-    path = Path(source).expanduser()
-    if path.exists():
-        return path
+    path = _expanded(source)
+    try:
+        if path.exists():
+            return path
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{source!r} cannot be looked up: {error}.", hint="Give the path of a file or folder."
+        ) from None
     meant = nearest(source, MINERS)
     raise ConfigError(
         f"There is no dataset, file or folder {source!r}.",
@@ -127,6 +155,12 @@ def _existing(source: str) -> Path:
 
 
 def _divided(gathered: _Gathered, config: DataConfig) -> tuple[dict[Split, list[Row]], dict[str, int]]:
+    free = [row for row in gathered.rows if row.split is None]
+    if len(free) > 1 and len({row.group for row in free}) == 1 and free[0].group == sources.own_group(free[0]):
+        raise ConfigError(
+            f"All {len(free)} usable rows ask the same question, so none can be held out.",
+            hint="Add rows that ask something else: rows with one question stay on one side.",
+        )
     division = split.divide(
         [split.Item(row.id, row.group, row.compared_text, row.split) for row in gathered.rows],
         test_fraction=config.test_fraction,

@@ -81,6 +81,10 @@ def hold_out(rows_of: Mapping[str, int], fraction: float, seed: int) -> frozense
     over, because a test set that is one package says little about others. Another group in the data changes
     the side of few.
     """
+    if sum(rows_of.values()) == 1:
+        raise ConfigError(
+            "There is one usable row only, so none can be held out.", hint="Give at least two rows, better hundreds."
+        )
     if len(rows_of) < 2:
         raise ConfigError(
             f"All rows belong to one group ({next(iter(rows_of), None)!r}), so none can be held out.",

@@ -56,6 +56,8 @@ def test_another_group_changes_the_side_of_few() -> None:
 def test_one_group_cannot_be_split_and_two_can() -> None:
     with pytest.raises(ConfigError, match="one group"):
         divide(_items([5]), test_fraction=0.2, similarity=0.8, seed=0)
+    with pytest.raises(ConfigError, match="one usable row only"):
+        divide(_items([1]), test_fraction=0.2, similarity=0.8, seed=0)
     assert hold_out({"big": 90, "small": 80}, 0.2, seed=0) == {"small"}
 
 
