@@ -141,6 +141,7 @@ def _existing(source: str) -> Path:
     path = _expanded(source)
     try:
         if path.exists():
+            path.name.encode()  # the manifest names it
             return path
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -202,7 +202,7 @@ def store(
 def digest_of(*parts: object) -> str:
     """SHA-256 of JSON values, whatever the order of their keys."""
     text = json.dumps(parts, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()  # a file's name may be no UTF-8
 
 
 def code_digest(files: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """What a source is called, and sources that cannot be built from; nothing here starts Ray."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,14 @@ def test_a_saved_dataset_without_its_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
     with pytest.raises(ConfigError, match="cannot be read"):
         build(str(tmp_path), CONFIG, Home(tmp_path / "home"))
+
+
+def test_a_file_whose_name_is_not_utf8_is_refused_alone_and_read_in_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    path = folder / os.fsdecode(b"caf\xe9.jsonl")
+    path.write_text("".join(json.dumps({"prompt": f"question {n}", "completion": "x"}) + "\n" for n in range(9)))
+    with pytest.raises(ConfigError, match="cannot be looked up"):
+        build(str(path), CONFIG, Home(tmp_path / "home"))
+    built = build(str(folder), CONFIG, Home(tmp_path / "home"))
+    assert sum(side.rows for side in built.splits.values()) == 9
