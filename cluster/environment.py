@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Final
 
+from cluster.errors import ConfigError
+
 HOME: Final = "FLYWHEEL_HOME"
 """Folder of everything Flywheel keeps: models, data versions, runs, databases, logs, caches."""
 
@@ -42,7 +44,28 @@ _CPU: Final = {
 
 def home() -> Path:
     """`FLYWHEEL_HOME`, or `~/.flywheel`; absolute."""
-    return Path(os.environ.get(HOME) or Path.home() / ".flywheel").expanduser().absolute()
+    named = os.environ.get(HOME)
+    try:
+        return Path(named or "~/.flywheel").expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(
+            f"There is no home folder for {HOME}={named}." if named else "This user has no home folder.",
+            hint=f"Set {HOME} to a folder that can be written.",
+        ) from None
+
+
+def require_usable(root: Path) -> Path:
+    """`root`, if it is a folder that can be written or can be made; `ConfigError` otherwise. Makes nothing."""
+    standing = next(path for path in (root, *root.parents) if os.path.lexists(path))
+    if not standing.is_dir():
+        reason = f"{standing} is not a folder"
+    elif not os.access(standing, os.W_OK | os.X_OK):
+        reason = f"{standing} cannot be written"
+    else:
+        return root
+    raise ConfigError(
+        f"{HOME} is {root}, which cannot be used: {reason}.", hint=f"Set {HOME} to a folder that can be written."
+    )
 
 
 def library_settings(root: Path) -> dict[str, str]:

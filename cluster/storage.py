@@ -17,7 +17,6 @@ from cluster import environment
 from cluster.errors import ConfigError
 
 PARTIAL_PREFIX = ".partial-"
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Home:
 
     @classmethod
     def current(cls) -> "Home":
-        """The home that `FLYWHEEL_HOME` names (default `~/.flywheel`)."""
-        return cls(environment.home())
+        """The home that `FLYWHEEL_HOME` names (default `~/.flywheel`); `ConfigError` if it cannot be written."""
+        return cls(environment.require_usable(environment.home()))
 
     @property
     def models(self) -> Path:  # cluster.models: base weights as Hugging Face folders

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from app.cli.connection import Url, gateway_url
+from app.cli.connection import Url, gateway_url, not_the_gateway
 from app.cli.output import AsJson, notes, show
-from cluster.errors import DependencyError, RequestError
+from cluster.errors import ConfigError, DependencyError, RequestError
 
 EXAMPLES = 'Example: `flywheel chat smollm2-135m-instruct:error-triage@champion "division by zero"`'
 
@@ -23,9 +23,14 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Ask a model once, or hold a conversation when no message is given (an empty line ends it)."""
+    if message is None and as_json:
+        raise ConfigError("A conversation is not one JSON object.", hint="Give a message, or leave out --json.")
+    if message is None and sys.stdin is None:
+        raise ConfigError("There is no stdin to read a conversation from.", hint="Give a message.")
+    address = gateway_url(url)
     import openai  # takes most of a second to import
 
-    client = openai.OpenAI(base_url=f"{gateway_url(url)}/v1", api_key="none", max_retries=0, timeout=300)
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300)
     conversation: list[Any] = [{"role": "system", "content": system}] if system else []
 
     def ask(text: str) -> str:
@@ -39,7 +44,9 @@ def run(
                 stream=True,
             )
             pieces = []
+            answered = False
             for event in stream:
+                answered = answered or bool(event.choices)
                 piece = (event.choices[0].delta.content or "") if event.choices else ""
                 pieces.append(piece)
                 if not as_json:
@@ -47,11 +54,15 @@ def run(
                     sys.stdout.flush()
         except openai.APIConnectionError:
             raise DependencyError(
-                f"The gateway at {gateway_url(url)} cannot be reached.",
+                f"The gateway at {address} cannot be reached.",
                 hint="Start it with `flywheel demo --keep` or `flywheel serve RECIPE`, or give --url.",
             ) from None
         except openai.APIError as error:
             raise RequestError(error.message, hint="`flywheel models list` names what is served.") from None
+        except (ValueError, TypeError, AttributeError):  # a stream of something else than completions
+            raise not_the_gateway(address) from None
+        if not answered:  # an empty answer would still have come as a choice
+            raise not_the_gateway(address)
         if not as_json:
             sys.stdout.write("\n")
         conversation.append({"role": "assistant", "content": "".join(pieces)})
@@ -62,12 +73,11 @@ def run(
         show({"model": model, "answer": answer}, _nothing, as_json=as_json)
         return
     while True:
-        notes.print("[bold]you:[/bold] ", end="")
+        notes.print("you: ", style="bold", end="")
         text = sys.stdin.readline().strip()
         if not text:
             return
-        answer = ask(text)
-        show({"model": model, "answer": answer}, _nothing, as_json=as_json)
+        ask(text)
 
 
 def _nothing(_console: Console) -> None:

@@ -1,11 +1,12 @@
 """`flywheel search`: ask a collection."""
 
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
 
-from app.cli.connection import Url, call, gateway_url
+from app.cli.connection import Url, call, gateway_url, not_the_gateway
 from app.cli.output import AsJson, show, table
 
 EXAMPLES = 'Example: `flywheel search python-functions "read a file in chunks" -k 5`'
@@ -19,11 +20,16 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Search a collection of the running application."""
-    found = call("POST", gateway_url(url), f"/v1/collections/{collection}/search", {"query": query, "k": k})
-    hits: list[dict[str, Any]] = found["data"]  # type: ignore[assignment]
+    address = gateway_url(url)
+    path = f"/v1/collections/{quote(collection, safe='')}/search"
+    found = call("POST", address, path, {"query": query, "k": k})
+    hits: Any = found.get("data")
+    try:
+        rows = [(hit["score"], hit["id"], _first_line(hit["text"])) for hit in hits]
+    except (TypeError, KeyError, AttributeError):
+        raise not_the_gateway(address) from None
 
     def render(console: Console) -> None:
-        rows = [(hit["score"], hit["id"], _first_line(hit["text"])) for hit in hits]
         console.print(table(f"{collection}: {query}", ["score", "id", "text"], rows))
 
     show(found, render, as_json=as_json)

@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 
 from app import recipe as recipes
-from app.cli.output import AsJson, Assignments, console, notes, show
+from app.cli.output import AsJson, Assignments, notes, show
 from app.display import Display
 from cluster.errors import ConfigError
 from cluster.session import Beacon, connect
@@ -37,7 +37,8 @@ def run(
         from deployments.application import deploy_config
 
     if print_config:
-        console.file.write(yaml.safe_dump(deploy_config(settings), sort_keys=False))
+        deployed = deploy_config(settings)
+        show(deployed, lambda to: _write(to, yaml.safe_dump(deployed, sort_keys=False)), as_json=as_json)
         return
     with Display(notes) as display, connect() as session, ExitStack() as up:
         with display.stage("serve"):
@@ -51,6 +52,10 @@ def run(
         with Beacon.lit(home, address=session.address, gateway_url=url, dashboard_url=session.dashboard_url):
             _tell(url, "Press Ctrl-C to stop it.", as_json=as_json)
             signal.pause()
+
+
+def _write(to: Console, text: str) -> None:
+    to.file.write(text)  # as it is: a console would fold long lines
 
 
 def _tell(url: str, how_to_stop: str, *, as_json: bool) -> None:

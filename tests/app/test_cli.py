@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,12 +15,21 @@ import pytest
 from cluster import environment
 
 VERBS = ("doctor", "demo", "plan", "data", "train", "evaluate", "models", "serve", "index", "search", "chat", "status")
+NESTED = (
+    "data build",
+    "data show",
+    "models list",
+    "models show",
+    "models history",
+    "models promote",
+    "models rollback",
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def flywheel(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def flywheel(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """One command in a process of its own, with an empty home."""
-    settings = {environment.HOME: str(tmp_path / "home"), "COLUMNS": "200", "NO_COLOR": "1"}
+    settings = {environment.HOME: str(tmp_path / "home"), "COLUMNS": "200", "NO_COLOR": "1", **variables}
     return subprocess.run(
         [sys.executable, "-m", "app", *arguments],
         cwd=ROOT,
@@ -30,9 +42,9 @@ def flywheel(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *NESTED])
 def test_every_verb_has_help_with_an_example(tmp_path: Path, verb: str) -> None:
-    done = flywheel(tmp_path, verb, "--help")
+    done = flywheel(tmp_path, *verb.split(), "--help")
     assert done.returncode == 0
     assert f"flywheel {verb}" in done.stdout
     assert "Example" in done.stdout
@@ -45,12 +57,16 @@ def test_every_verb_has_help_with_an_example(tmp_path: Path, verb: str) -> None:
         (("plan", "error-triage", "--set", "optimiser.learning_rate=1"), "did you mean 'optimizer'?", 2),
         (("plan", "error-triage", "--set", "steps"), "--set 'steps' is not of the form", 2),
         (("train", "missing.yaml"), "There is no recipe 'missing.yaml'", 2),
-        (("models", "show", "nothing"), "nothing", 1),
-        (("models", "history", "nothing"), "nothing", 1),
-        (("data", "show", "nothing"), "There is no data version 'nothing'", 2),
+        (("models", "show", "weather"), "weather", 1),
+        (("models", "history", "weather"), "weather", 1),
+        (("data", "show", "weather"), "There is no data version 'weather'", 2),
         (("search", "c", "q", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9 cannot be reached", 1),
         (("chat", "m", "hello", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9 cannot be reached", 1),
-        (("frobnicate",), "frobnicate", 2),
+        (("search", "c", "q", "--url", "http://[::1"), "'http://[::1' is no address", 2),
+        (("chat", "m", "hello", "--url", "localhost:8000"), "'localhost:8000' is no address", 2),
+        (("frobnicate",), "No such command 'frobnicate'", 2),
+        (("plan",), "Missing argument 'recipe'", 2),
+        (("plann",), "Did you mean 'plan'", 2),
     ],
 )
 def test_a_users_mistake_is_named_without_a_traceback(
@@ -85,9 +101,135 @@ def test_a_ray_that_is_not_there_is_said_at_once(
 def test_json_output_and_json_errors_are_one_object(tmp_path: Path) -> None:
     plan = flywheel(tmp_path, "plan", "error-triage", "--json")
     assert {line["name"] for line in json.loads(plan.stdout)["lines"]} >= {"batch", "data", "disk"}
-    error = flywheel(tmp_path, "plan", "nosuch", "--json")
-    assert error.returncode == 2
-    assert json.loads(error.stdout)["error"]["type"] == "ConfigError"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "codes"),
+    [
+        (("doctor",), "checks", (0, 1)),
+        (("plan", "error-triage"), "lines", (0, 1)),
+        (("models", "list"), "models", (0,)),
+        (("plan", "nosuch"), "error", (2,)),
+        (("plan",), "error", (2,)),
+        (("nosuch",), "error", (2,)),
+        (("models", "promote", "nosuch", "1"), "error", (2,)),
+        (("models", "show", "weather"), "error", (1,)),
+        (("models", "history", "weather"), "error", (1,)),
+        (("data", "show", "weather"), "error", (2,)),
+        (("train", "nosuch"), "error", (2,)),
+        (("evaluate", "nosuch"), "error", (2,)),
+        (("serve", "nosuch"), "error", (2,)),
+        (("demo", "nosuch"), "error", (2,)),
+        (("chat", "m"), "error", (2,)),
+        (("chat", "m", "hello", "--url", "http://127.0.0.1:9"), "error", (1,)),
+        (("search", "c", "q", "--url", "http://127.0.0.1:9"), "error", (1,)),
+        (("index", "c", "weather"), "error", (2,)),
+    ],
+)
+def test_json_is_one_object_also_when_it_is_an_error(
+    tmp_path: Path, arguments: tuple[str, ...], key: str, codes: tuple[int, ...]
+) -> None:
+    done = flywheel(tmp_path, *arguments, "--json")
+    assert done.returncode in codes, done.stderr
+    assert key in json.loads(done.stdout)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("home", "part"),
+    [("~nouser/x", "no home folder for FLYWHEEL_HOME=~nouser/x"), ("/etc/passwd/x", "/etc/passwd is not a folder")],
+)
+@pytest.mark.parametrize("arguments", [("models", "list"), ("search", "c", "q"), ("doctor",)])
+def test_a_home_that_cannot_be_used_is_named(tmp_path: Path, arguments: tuple[str, ...], home: str, part: str) -> None:
+    done = flywheel(tmp_path, *arguments, FLYWHEEL_HOME=home)
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_output_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "app", "models", "list", "--json"],
+            cwd=ROOT,
+            env={**os.environ, environment.HOME: str(tmp_path)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "error: No space left on device."
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["--help", "plan error-triage", "models list --json"])
+def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path, arguments: str) -> None:
+    script = f'{sys.executable} -m app {arguments} | true; echo "${{PIPESTATUS[0]}}"'
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        env={**os.environ, environment.HOME: str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (done.stdout.strip(), done.stderr) == ("0", "")
+
+
+def test_ctrl_c_says_stopped_and_exits_130(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "app", "chat", "m", "--url", "http://127.0.0.1:9"],
+        cwd=ROOT,
+        env={**os.environ, environment.HOME: str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as asked:
+        assert asked.stderr is not None
+        assert asked.stderr.read(4) == b"you:"
+        asked.send_signal(signal.SIGINT)
+        _, rest = asked.communicate(timeout=30)
+    assert asked.returncode == 130
+    assert rest.decode().strip() == "Stopped."
+
+
+def test_an_ascii_terminal_gets_a_plan_and_whole_json(tmp_path: Path) -> None:
+    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    drawn = flywheel(tmp_path, "plan", "error-triage", **ascii_only)
+    assert "Fits." in drawn.stdout
+    assert "Traceback" not in drawn.stderr
+    lines = [
+        json.loads(flywheel(tmp_path, "plan", "error-triage", "--json", **more).stdout) for more in ({}, ascii_only)
+    ]
+    assert lines[0]["lines"][0] == lines[1]["lines"][0]
+
+
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b"[]", b"{}", b'{"data": 1}'])
+def test_a_server_that_is_not_the_gateway_is_named(tmp_path: Path, body: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            paths.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    paths: list[str] = []
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for arguments in (("search", "a/b c?", "q"), ("chat", "m", "hello")):
+            done = flywheel(tmp_path, *arguments, "--url", url)
+            assert done.returncode == 1, done.stdout
+            assert f"What answers at {url} is not the gateway" in done.stderr
+        server.shutdown()
+    assert paths[0] == "/v1/collections/a%2Fb%20c%3F/search"
 
 
 def test_an_empty_installation_answers_reading_verbs(tmp_path: Path) -> None:
