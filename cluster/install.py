@@ -42,7 +42,7 @@ TORCH_INDEX = "TORCH_INDEX_URL"
 TORCH_INDEX_DEFAULT = "https://download.pytorch.org/whl/cpu"
 
 _SIZES = {
-    "cpu": "some 0.9 GB to download, 3.4 GB on disk",
+    "cpu": "some 0.8 GB to download, 3.4 GB on disk",
     "cuda": "several GB to download, some 12 GB on disk",
 }
 _REPORT_EVERY_S = 10.0
