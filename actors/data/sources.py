@@ -75,7 +75,10 @@ class _Unfit(ValueError):
 
 def files(path: Path) -> list[Path]:
     """The files that make up the source at `path`, in reading order; `ConfigError` if it is none."""
-    return [file.path for file in _files(path)]
+    try:
+        return [file.path for file in _files(path)]
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def read(path: Path) -> SourceRows:
@@ -89,7 +92,7 @@ def read(path: Path) -> SourceRows:
             raise ConfigError(f"{path} is empty.", hint="Give a file with at least two rows.")
         found = [row for file in listed for row in _READERS[file.path.suffix.lower()](file)]
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", hint="Check the file and your rights to it.") from None
+        raise _unreadable(path, error) from None
     if not found:
         raise ConfigError(f"{path} is empty: it holds no row.", hint="Give a file with at least two rows.")
     records = [row.record for row in found if row.record is not None]
@@ -110,6 +113,10 @@ def read(path: Path) -> SourceRows:
         detail = f" For example line {rejected[0].line}: {rejected[0].detail}." if rejected else ""
         raise ConfigError(f"{path} has no usable row: {reasons}.{detail}", hint=f"It was read as {shape}.")
     return SourceRows("pairs" if shape == "query/positive" else "chat", rows, rejected)
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be read: {error}.", hint="Check the file and your rights to it.")
 
 
 def _files(path: Path) -> list[_File]:

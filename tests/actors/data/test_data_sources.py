@@ -215,3 +215,9 @@ def test_a_broken_dataset_dict_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "dataset_dict.json").write_text(content)
     with pytest.raises(ConfigError, match=r"dataset_dict\.json does not list the splits"):
         sources.read(tmp_path)
+
+
+def test_a_path_that_cannot_be_looked_up_is_named(tmp_path: Path) -> None:
+    for look in (sources.files, sources.read):
+        with pytest.raises(ConfigError, match=r"cannot be read|no file or folder"):
+            look(tmp_path / ("x" * 300 + ".jsonl"))
