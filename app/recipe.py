@@ -14,7 +14,7 @@ from actors.data.config import DataConfig
 from actors.evaluation.config import EvaluateConfig
 from actors.registry.config import RegisterConfig
 from actors.training.config import TrainConfig
-from cluster.config import Config, override, parse, read_yaml
+from cluster.config import Config, nearest, override, parse, read_yaml
 from cluster.errors import ConfigError
 from deployments.config import ServeConfig
 
@@ -77,8 +77,9 @@ def find(reference: str | Path) -> Path:
     known = shipped()
     if str(reference) in known:
         return known[str(reference)]
+    meant = nearest(str(reference), known)
     raise ConfigError(
-        f"There is no recipe {str(reference)!r}.",
+        f"There is no recipe {str(reference)!r}{f'; did you mean {meant!r}?' if meant else '.'}",
         hint=f"Give the path of a YAML file, or one of: {', '.join(known)}.",
     )
 

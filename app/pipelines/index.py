@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -82,13 +83,13 @@ def ask(
 
 
 def _write(client: httpx.Client, collection: str, batch: list[dict[str, object]]) -> int:
-    response = _post(client, f"/v1/collections/{collection}/documents", {"documents": batch})
+    response = _post(client, f"/v1/collections/{quote(collection, safe='')}/documents", {"documents": batch})
     return int(response["written"])
 
 
 def _rank(client: httpx.Client, collection: str, pair: PairExample, k: int) -> int | None:
     """Place (from 1) of the pair's own document among the first k hits, or None."""
-    hits = _post(client, f"/v1/collections/{collection}/search", {"query": pair.query, "k": k})["data"]
+    hits = _post(client, f"/v1/collections/{quote(collection, safe='')}/search", {"query": pair.query, "k": k})["data"]
     return rank_of(pair.id, [hit["id"] for hit in hits])
 
 

@@ -56,6 +56,7 @@ def test_every_verb_has_help_with_an_example(tmp_path: Path, verb: str) -> None:
         (("plan", "nosuch"), "There is no recipe 'nosuch'", 2),
         (("plan", "error-triage", "--set", "optimiser.learning_rate=1"), "did you mean 'optimizer'?", 2),
         (("plan", "error-triage", "--set", "steps"), "--set 'steps' is not of the form", 2),
+        (("plan", "error-triag"), "There is no recipe 'error-triag'; did you mean 'error-triage'?", 2),
         (("train", "missing.yaml"), "There is no recipe 'missing.yaml'", 2),
         (("models", "show", "weather"), "weather", 1),
         (("models", "history", "weather"), "weather", 1),
