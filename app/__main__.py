@@ -7,6 +7,7 @@ imports what it needs.
 import errno
 import io
 import json
+import logging
 import os
 import signal
 import sys
@@ -34,6 +35,8 @@ def main() -> None:
     except FlywheelError as error:
         code = _show(error)
     except OSError as error:
+        # One line for the person; where it came from goes to the log file, if the command has opened it.
+        logging.getLogger(__name__).info("ended by %s", error, exc_info=error)
         code = _show(_explain(error))
     _leave_no_output_behind()
     sys.exit(code)

@@ -103,7 +103,12 @@ def _post(client: httpx.Client, path: str, body: dict[str, object]) -> dict[str,
         ) from None
     if response.is_error:
         raise RequestError(f"{path}: {response.text[:300]}", status=response.status_code)
-    result: dict[str, Any] = response.json()
+    try:
+        result: dict[str, Any] = response.json()
+    except ValueError:
+        raise RequestError(
+            f"What answers at {client.base_url} is not the gateway of Flywheel.", hint="Give its address with --url."
+        ) from None
     return result
 
 

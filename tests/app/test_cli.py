@@ -36,7 +36,7 @@ def flywheel(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Co
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         stdin=subprocess.DEVNULL,
         check=False,
     )
@@ -107,7 +107,8 @@ def test_json_output_and_json_errors_are_one_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "key", "codes"),
     [
-        (("doctor",), "checks", (0, 1)),
+        # doctor imports vLLM: a quarter of a minute on two cores
+        pytest.param(("doctor",), "checks", (0, 1), marks=pytest.mark.integration),
         (("plan", "error-triage"), "lines", (0, 1)),
         (("models", "list"), "models", (0,)),
         (("plan", "nosuch"), "error", (2,)),
