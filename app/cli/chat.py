@@ -6,9 +6,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from app.cli.connection import Url, gateway_url, not_the_gateway
+from app.cli.connection import Url, gateway_url
 from app.cli.output import AsJson, notes, show
-from cluster.errors import ConfigError, DependencyError, RequestError
+from app.pipelines.gateway import not_the_gateway, unreachable
+from cluster.errors import ConfigError, RequestError
 
 EXAMPLES = 'Example: `flywheel chat smollm2-135m-instruct:error-triage@champion "division by zero"`'
 
@@ -52,11 +53,8 @@ def run(
                 if not as_json:
                     sys.stdout.write(piece)
                     sys.stdout.flush()
-        except openai.APIConnectionError:
-            raise DependencyError(
-                f"The gateway at {address} cannot be reached.",
-                hint="Start it with `flywheel demo --keep` or `flywheel serve RECIPE`, or give --url.",
-            ) from None
+        except openai.APIConnectionError as error:
+            raise unreachable(address, error.message) from None
         except openai.APIError as error:
             raise RequestError(error.message, hint="`flywheel models list` names what is served.") from None
         except (ValueError, TypeError, AttributeError):  # a stream of something else than completions

@@ -3,11 +3,13 @@
 from typing import Annotated, Any
 from urllib.parse import quote
 
+import httpx
 import typer
 from rich.console import Console
 
-from app.cli.connection import Url, call, gateway_url, not_the_gateway
+from app.cli.connection import Url, gateway_url
 from app.cli.output import AsJson, show, table
+from app.pipelines.gateway import not_the_gateway, post
 
 EXAMPLES = 'Example: `flywheel search python-functions "read a file in chunks" -k 5`'
 
@@ -22,7 +24,8 @@ def run(
     """Search a collection of the running application."""
     address = gateway_url(url)
     path = f"/v1/collections/{quote(collection, safe='')}/search"
-    found = call("POST", address, path, {"query": query, "k": k})
+    with httpx.Client(base_url=address, timeout=300) as client:
+        found = post(client, path, {"query": query, "k": k})
     hits: Any = found.get("data")
     try:
         rows = [(hit["score"], hit["id"], _first_line(hit["text"])) for hit in hits]

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
-from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -14,7 +13,8 @@ from actors.data.config import Split
 from actors.data.examples import PairExample, read
 from actors.data.version import DataVersion
 from actors.evaluation.retrieval import RetrievalScores, rank_of, score
-from cluster.errors import ConfigError, DependencyError, RequestError
+from app.pipelines.gateway import post
+from cluster.errors import ConfigError
 from cluster.progress import Progress, Sink
 from cluster.storage import Home
 
@@ -83,33 +83,14 @@ def ask(
 
 
 def _write(client: httpx.Client, collection: str, batch: list[dict[str, object]]) -> int:
-    response = _post(client, f"/v1/collections/{quote(collection, safe='')}/documents", {"documents": batch})
+    response = post(client, f"/v1/collections/{quote(collection, safe='')}/documents", {"documents": batch})
     return int(response["written"])
 
 
 def _rank(client: httpx.Client, collection: str, pair: PairExample, k: int) -> int | None:
     """Place (from 1) of the pair's own document among the first k hits, or None."""
-    hits = _post(client, f"/v1/collections/{quote(collection, safe='')}/search", {"query": pair.query, "k": k})["data"]
+    hits = post(client, f"/v1/collections/{quote(collection, safe='')}/search", {"query": pair.query, "k": k})["data"]
     return rank_of(pair.id, [hit["id"] for hit in hits])
-
-
-def _post(client: httpx.Client, path: str, body: dict[str, object]) -> dict[str, Any]:
-    try:
-        response = client.post(path, json=body)
-    except httpx.HTTPError as error:
-        raise DependencyError(
-            f"The gateway at {client.base_url} cannot be reached: {error or type(error).__name__}.",
-            hint="Start it with `flywheel serve RECIPE`, or give its address with --url.",
-        ) from None
-    if response.is_error:
-        raise RequestError(f"{path}: {response.text[:300]}", status=response.status_code)
-    try:
-        result: dict[str, Any] = response.json()
-    except ValueError:
-        raise RequestError(
-            f"What answers at {client.base_url} is not the gateway of Flywheel.", hint="Give its address with --url."
-        ) from None
-    return result
 
 
 def _batched(rows: Sequence[PairExample], size: int) -> Iterator[list[PairExample]]:

@@ -11,10 +11,18 @@ _MIRROR_WAIT_S = 10.0
 
 
 @contextmanager
+def mirrored(home: Home) -> Iterator[RegistryClient]:
+    """The registry actor on the connected Ray; a block that ends well leaves MLflow showing what it did.
+
+    The cluster may end right after the block, and MLflow with a lag; but nobody waits long for a mirror.
+    """
+    registry = RegistryClient.start(home)
+    yield registry
+    registry.wait_mirrored(_MIRROR_WAIT_S)
+
+
+@contextmanager
 def writer(home: Home) -> Iterator[RegistryClient]:
     """The registry actor, on the running cluster or on one that lives as long as the block."""
-    with connect():
-        registry = RegistryClient.start(home)
+    with connect(), mirrored(home) as registry:
         yield registry
-        # Our own cluster ends here; MLflow should show what was just done, but nobody waits long for a mirror.
-        registry.wait_mirrored(_MIRROR_WAIT_S)

@@ -5,19 +5,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from actors.evaluation.report import EvaluationReport
-from actors.registry.client import RegistryClient
 from actors.training.controller import TrainingResult
 from app.display import Display
 from app.pipelines import stages
+from app.pipelines.registry import mirrored
 from app.pipelines.stages import Data, Ground, Registration
 from app.recipe import Recipe
 from cluster.models import StoredModel
 from cluster.session import connect
 from cluster.storage import Home
 from cluster.tracking import MlflowTracker, prepare_tracking
-
-_MIRROR_WAIT_S = 10.0
-"""MLflow should show what a turn made before its cluster ends, but nobody waits long for a mirror."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,8 @@ class Turn:
 def ground(recipe: Recipe, home: Home, display: Display) -> Iterator[Ground]:
     """The registry and the tracker of this home, on the Ray session that is connected."""
     uri = prepare_tracking(home)
-    registry = RegistryClient.start(home)
-    yield Ground(recipe, home, registry, MlflowTracker(uri), uri, display)
-    registry.wait_mirrored(_MIRROR_WAIT_S)
+    with mirrored(home) as registry:
+        yield Ground(recipe, home, registry, MlflowTracker(uri), uri, display)
 
 
 def run(recipe: Recipe, home: Home, display: Display, *, evaluate: bool = True) -> Turn:
