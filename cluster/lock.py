@@ -9,6 +9,7 @@ from __future__ import annotations  # also read by a Python that is too old, see
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +60,19 @@ def parse(text: str) -> dict[str, str]:
 def path(kind: Kind) -> Path:
     """The lock of machines without (`cpu`) or with (`cuda`) an NVIDIA GPU."""
     return Path(__file__).resolve().parents[1] / "locks" / f"{kind}.txt"
+
+
+def installed() -> dict[str, Distribution]:
+    """Canonical name → the distribution that this interpreter imports.
+
+    The first on `sys.path` counts, as it does for `import`: setuptools, once imported, adds a folder of copies of
+    other packages, of other versions, at the end. Metadata without a name is what a cut-off removal leaves.
+    """
+    found: dict[str, Distribution] = {}
+    for each in distributions():
+        if each.metadata["Name"]:
+            found.setdefault(canonical(each.metadata["Name"]), each)
+    return found
 
 
 def drift(wanted: Mapping[str, str], installed: Mapping[str, str]) -> Drift:

@@ -310,7 +310,7 @@ def probe(home: Home, *, ports: Mapping[str, int] = PORTS) -> Facts:
     return Facts(
         python=sys.version_info[:3],
         machine=platform.machine(),
-        installed=_installed(),
+        installed={name: each.version for name, each in lock.installed().items()},
         locks=_locks(),
         gpus=_gpus(),
         engine=_import_engine(home),
@@ -326,12 +326,6 @@ def probe(home: Home, *, ports: Mapping[str, int] = PORTS) -> Facts:
         ports=tuple(_probe_port(name, number, kept=kept) for name, number in ports.items()),
         models=frozenset(path.name for path in home.models.glob("*") if path.is_dir()),
     )
-
-
-def _installed() -> dict[str, str]:
-    # Metadata of a half-removed package has no name.
-    found = importlib.metadata.distributions()
-    return {lock.canonical(each.metadata["Name"]): each.version for each in found if each.metadata["Name"]}
 
 
 def _locks() -> dict[lock.Kind, dict[str, str]]:

@@ -8,9 +8,8 @@ import logging
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from cluster import environment
 from cluster.errors import ConfigError, DependencyError
 from cluster.storage import Home, write_atomically
-from cluster.telemetry import PrintsToLog, log_to_file
+from cluster.telemetry import log_to_file
 
 NAMESPACE = "flywheel"
 _ANSWER_WAIT_S = 5.0
@@ -116,14 +115,10 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
             ) from None
     log_to_file(home)
     url = f"http://{context.dashboard_url}" if context.dashboard_url else None
-    # Ray prints the cluster's troubles to stdout whatever it is told (ray 2.60); stdout is for results.
-    # A caller that has put something of its own there (pytest's capture) keeps it.
-    ours = sys.stdout is sys.__stdout__
-    with redirect_stdout(PrintsToLog("ray")) if ours else nullcontext():
-        try:
-            yield Session(ray.get_runtime_context().gcs_address, owned, url)
-        finally:
-            ray.shutdown()
+    try:
+        yield Session(ray.get_runtime_context().gcs_address, owned, url)
+    finally:
+        ray.shutdown()
 
 
 def _require_answer(address: str) -> None:

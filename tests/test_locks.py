@@ -55,14 +55,14 @@ def test_what_we_declare_is_locked() -> None:
 
 
 def test_the_installed_environment_is_the_lock_s() -> None:
-    installed = {lock.canonical(each.metadata["Name"]): each.version for each in importlib.metadata.distributions()}
+    installed = {name: each.version for name, each in lock.installed().items()}
     kind: lock.Kind = "cpu" if installed["torch"].endswith("+cpu") else "cuda"
     assert not lock.drift(_pins(kind), installed), "run `make setup`"
 
 
 def test_the_lock_holds_all_that_its_packages_ask_for() -> None:
     """Each requirement of each locked package is locked in a version it accepts, or left out on purpose."""
-    installed = {lock.canonical(each.metadata["Name"]): each for each in importlib.metadata.distributions()}
+    installed = lock.installed()
     kind: lock.Kind = "cpu" if installed["torch"].version.endswith("+cpu") else "cuda"
     pins = _pins(kind)
     absent: set[str] = set()

@@ -18,7 +18,7 @@ Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=VALUE", help="Override one setting of the recipe.")
 ]
 
-# Bound now: while Ray is connected, `sys.stdout` is where libraries print, and that is the log.
+# Bound now: while a command is connected to Ray, `sys.stdout` is where libraries print, and that is the log.
 # Data is never markup: `list[str]` and `:warning:` are shown as they are. Style goes through `Text`.
 console = Console(file=sys.stdout, markup=False, emoji=False)
 notes = Console(stderr=True, markup=False, emoji=False)

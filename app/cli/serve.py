@@ -11,8 +11,9 @@ from rich.console import Console
 from app import recipe as recipes
 from app.cli.output import AsJson, Assignments, notes, show
 from app.display import Display
+from app.session import connected
 from cluster.errors import ConfigError
-from cluster.session import Beacon, connect
+from cluster.session import Beacon
 from cluster.storage import Home
 from cluster.telemetry import quiet_imports
 
@@ -40,7 +41,7 @@ def run(
         deployed = deploy_config(settings)
         show(deployed, lambda to: _write(to, yaml.safe_dump(deployed, sort_keys=False)), as_json=as_json)
         return
-    with Display(notes) as display, connect() as session, ExitStack() as up:
+    with Display(notes) as display, connected() as session, ExitStack() as up:
         with display.stage("serve"):
             if session.owned:
                 url = up.enter_context(serve.running(settings, home, display))

@@ -22,9 +22,10 @@ from app.pipelines.serve import running
 from app.pipelines.stages import Ground, Registration
 from app.pipelines.train import ground
 from app.recipe import Recipe
+from app.session import connected
 from cluster.errors import ConfigError
 from cluster.models import served_name
-from cluster.session import Beacon, connect, require_free_port
+from cluster.session import Beacon, require_free_port
 from cluster.storage import Home
 
 STAGES = 8
@@ -65,7 +66,7 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
     require_free_port(serving.gateway.host, serving.gateway.port)
     began = monotonic()
 
-    with connect() as session, ground(recipe, home, display) as standing:
+    with connected() as session, ground(recipe, home, display) as standing:
         with display.stage("models"):
             base, _ = stages.models(standing, recipe.model.base, serving.embedding.model)
         with display.stage("data"):

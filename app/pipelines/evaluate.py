@@ -10,8 +10,8 @@ from app.display import Display
 from app.pipelines import stages
 from app.pipelines.train import ground
 from app.recipe import Recipe
+from app.session import connected
 from cluster.errors import ConfigError
-from cluster.session import connect
 from cluster.storage import Home
 
 
@@ -33,7 +33,7 @@ def run(recipe: Recipe, home: Home, display: Display, *, reference: str | None, 
         reference = wanted.name
     if promote and (wanted is None or wanted.on_pass is None):
         raise ConfigError("--promote needs `register: {on_pass: ALIAS}` in the recipe.", hint="Add it.")
-    with connect(), ground(recipe, home, display) as standing:
+    with connected(), ground(recipe, home, display) as standing:
         version = standing.registry.show(reference).version
         with display.stage("models"):
             (base,) = stages.models(standing, version.base)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from actors.registry.client import RegistryClient
-from cluster.session import connect
+from app.session import connected
 from cluster.storage import Home
 
 _MIRROR_WAIT_S = 10.0
@@ -24,5 +24,5 @@ def mirrored(home: Home) -> Iterator[RegistryClient]:
 @contextmanager
 def writer(home: Home) -> Iterator[RegistryClient]:
     """The registry actor, on the running cluster or on one that lives as long as the block."""
-    with connect(), mirrored(home) as registry:
+    with connected(), mirrored(home) as registry:
         yield registry

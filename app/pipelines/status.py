@@ -7,8 +7,9 @@ import httpx
 
 from actors.registry import views
 from actors.registry.reader import read_state
+from app.session import connected
 from cluster.errors import ConfigError, DependencyError
-from cluster.session import Beacon, connect
+from cluster.session import Beacon
 from cluster.storage import Home
 
 
@@ -42,7 +43,7 @@ def status(home: Home, *, runs: int = 10) -> Status:
 
 def _cluster() -> tuple[dict[str, Any] | None, dict[str, str], str | None]:
     try:
-        with connect(start=False) as session:
+        with connected(start=False) as session:
             import ray
             from ray import serve
 

@@ -11,8 +11,8 @@ from app.pipelines import stages
 from app.pipelines.registry import mirrored
 from app.pipelines.stages import Data, Ground, Registration
 from app.recipe import Recipe
+from app.session import connected
 from cluster.models import StoredModel
-from cluster.session import connect
 from cluster.storage import Home
 from cluster.tracking import MlflowTracker, prepare_tracking
 
@@ -38,7 +38,7 @@ def ground(recipe: Recipe, home: Home, display: Display) -> Iterator[Ground]:
 
 def run(recipe: Recipe, home: Home, display: Display, *, evaluate: bool = True) -> Turn:
     """Execute a recipe to its registered version. Needs or starts Ray."""
-    with connect(), ground(recipe, home, display) as standing:
+    with connected(), ground(recipe, home, display) as standing:
         with display.stage("models"):
             (base,) = stages.models(standing, recipe.model.base)
         with display.stage("data"):

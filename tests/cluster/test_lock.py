@@ -1,5 +1,9 @@
 """Reading a lock, and comparing an environment with it."""
 
+import importlib.metadata
+import sys
+from pathlib import Path
+
 import pytest
 
 from cluster import lock
@@ -28,3 +32,17 @@ def test_drift_counts_what_the_lock_names_and_nothing_else() -> None:
     assert off == lock.Drift(missing=("c==3",), differing=("b 2.1, lock wants 2",))
     assert off
     assert not lock.drift({"a": "1"}, {"a": "1", "stray": "9"})
+
+
+def test_the_first_copy_on_the_path_is_the_installed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As setuptools does when it is imported: older copies of other packages, at the end of the path."""
+    copy = tmp_path / "packaging-0.1.dist-info"
+    copy.mkdir()
+    (copy / "METADATA").write_text("Metadata-Version: 2.1\nName: packaging\nVersion: 0.1\n", encoding="utf-8")
+    nameless = tmp_path / "half-1.dist-info"
+    nameless.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert lock.installed()["packaging"].version == "0.1"
+    monkeypatch.setattr(sys, "path", [*(each for each in sys.path if each != str(tmp_path)), str(tmp_path)])
+    assert lock.installed()["packaging"].version == importlib.metadata.version("packaging") != "0.1"
+    assert "half" not in lock.installed()
