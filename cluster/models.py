@@ -183,7 +183,7 @@ def _describe(folder: Path, *, name: str, source: str, path: str | None) -> _Man
         # Taken before the digest: a file that changes in between makes the next fingerprint differ.
         fingerprint=_fingerprint(folder),
         digest=digest_folder(folder),
-        tokenizer_digest=_tokenizer_digest(folder),
+        tokenizer_digest=tokenizer_digest(folder),
         path=path,
     )
 
@@ -230,7 +230,8 @@ def _require_servable(folder: Path) -> None:
     )
 
 
-def _tokenizer_digest(folder: Path) -> str:
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 over the tokenizer's files and the chat template in `folder`; over nothing if it has none."""
     total = hashlib.sha256()
     for name in _TOKENIZER_FILES:
         if (folder / name).is_file():
