@@ -4,11 +4,14 @@ A folder that has been published under its final name is complete and never chan
 writing leaves only a `.partial-…` sibling, which nothing reads.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
+import unicodedata
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,9 @@ from cluster import environment
 from cluster.errors import ConfigError
 
 PARTIAL_PREFIX = ".partial-"
+
+_HASHING_THREADS = max(2, min(4, os.cpu_count() or 1))
+"""SHA-256 lets go of the GIL; beyond four threads a disk is what limits it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,10 @@ class Home:
         return self.root / "versions"
 
     @property
+    def keys(self) -> Path:  # cluster.signing: our private key, and the public keys that are trusted
+        return self.root / "keys"
+
+    @property
     def registry_database(self) -> Path:  # actors.registry
         return self.root / "registry.db"
 
@@ -83,10 +93,46 @@ def digest_file(path: Path) -> str:
 
 def digest_folder(folder: Path) -> str:
     """SHA-256 over every file's relative name and digest, in sorted order; names and bytes both count."""
+    return digest_of(file_digests(folder))
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """The digest of a folder whose files have these `file_digests`."""
     total = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        total.update(f"{path.relative_to(folder).as_posix()}\0{digest_file(path)}\n".encode())
+    # By component, as paths compare: `a/b` comes before `a.txt`.
+    for name in sorted(digests, key=lambda name: name.split("/")):
+        total.update(f"{name}\0{digests[name]}\n".encode())
     return total.hexdigest()
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 (hex) of every file below `folder`, by its relative name with `/`; each byte is read once.
+
+    Raises `ConfigError` if the folder holds anything but files and folders with names in UTF-8: what a symbolic
+    link leads to is not part of the content. `OSError` if a file, or the folder, cannot be read.
+    """
+    names = sorted(_file_names(folder, ""))
+    with ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="digest") as pool:
+        return dict(zip(names, pool.map(lambda name: digest_file(folder / name), names), strict=True))
+
+
+def _file_names(folder: Path, prefix: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = prefix + entry.name
+            if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in entry.name):
+                # Bytes that are not UTF-8 come as surrogates and have no digest; a line break would forge log lines.
+                raise ConfigError(f"{folder} holds a file with an unreadable name: {entry.name!r}.", hint="Rename it.")
+            if entry.is_dir(follow_symlinks=False):
+                yield from _file_names(Path(entry.path), f"{name}/")
+            elif entry.is_file(follow_symlinks=False):
+                yield name
+            else:
+                kind = "a symbolic link" if entry.is_symlink() else "no ordinary file"
+                raise ConfigError(
+                    f"{name} in {folder} is {kind}; only files have a digest.",
+                    hint="Copy the folder with its links followed: cp -rL FOLDER COPY.",
+                )
 
 
 @contextmanager
@@ -112,12 +158,16 @@ def publish(target: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write_atomically(path: Path, content: str) -> None:
-    """Replace `path` in one step, durably: readers see the old text or the new, never a part."""
+def write_atomically(path: Path, content: str, *, mode: int = 0o666) -> None:
+    """Replace `path` in one step, durably: readers see the old text or the new, never a part.
+
+    `mode` holds from the first moment, less what the umask takes: 0o600 is for secrets.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{PARTIAL_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -125,6 +175,15 @@ def write_atomically(path: Path, content: str) -> None:
         _sync_entry(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Held by one process of this machine at a time; the kernel lets go of it when its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def require_file_name(name: str, *, what: str) -> str:

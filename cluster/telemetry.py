@@ -1,14 +1,17 @@
 """Where log lines of a command go: into a file under FLYWHEEL_HOME, so that the terminal belongs to the person.
 
 Workers and replicas log where Ray puts them (its session folder); this is about the process of the command line.
+`count` is for all of them: what rarely happens and must not be overlooked.
 """
 
 import io
 import logging
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
+from typing import Any
 
 from cluster.storage import Home
 
@@ -16,6 +19,9 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MAX_BYTES = 10 << 20
 _KEPT = 3
 _NAME = "flywheel-file"
+
+_counters: dict[str, Any] = {}
+_counters_lock = threading.Lock()
 
 
 def log_to_file(home: Home) -> None:
@@ -65,3 +71,20 @@ def quiet_imports(home: Home) -> Iterator[None]:
     finally:
         logging.disable(logging.NOTSET)
     log_to_file(home)
+
+
+def count(name: str, description: str, labels: Mapping[str, str]) -> None:
+    """Add one to a counter that Ray exports beside its own metrics, as `<name>_total`; nothing where no Ray runs.
+
+    A counter has the same label names at every call. Their values have to be few: each is a time series.
+    """
+    ray = sys.modules.get("ray")  # whoever has not imported it is not connected to it
+    if ray is None or not ray.is_initialized():
+        return
+    from ray.util.metrics import Counter
+
+    with _counters_lock:
+        counter = _counters.get(name)
+        if counter is None:
+            counter = _counters[name] = Counter(name, description, tag_keys=tuple(labels))
+    counter.inc(tags=dict(labels))

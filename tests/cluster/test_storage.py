@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ConfigError
-from cluster.storage import PARTIAL_PREFIX, digest_folder, publish, require_file_name, write_atomically
+from cluster.storage import (
+    PARTIAL_PREFIX,
+    digest_folder,
+    digest_of,
+    file_digests,
+    publish,
+    require_file_name,
+    write_atomically,
+)
 
 
 def test_digest_counts_names_and_bytes_but_not_times(tmp_path: Path) -> None:
@@ -22,6 +30,40 @@ def test_digest_counts_names_and_bytes_but_not_times(tmp_path: Path) -> None:
     assert renamed != first
     (folder / "inner" / "y").write_text("2")
     assert digest_folder(folder) != renamed
+
+
+def test_a_digest_is_the_same_for_ever(tmp_path: Path) -> None:
+    # Versions and models are named by it: it may never come out otherwise. `a/b` sorts before `a.txt`.
+    (tmp_path / "f" / "a").mkdir(parents=True)
+    for name in ("a.txt", "a/b", "B", "é"):
+        (tmp_path / "f" / name).write_text(name)
+    digests = file_digests(tmp_path / "f")
+    assert list(digests) == ["B", "a.txt", "a/b", "é"]
+    assert (
+        digest_folder(tmp_path / "f")
+        == digest_of(digests)
+        == ("f35ad2d64ee9d52c393b192df195fff03f4b1edfd025c5f0536b0b2a498f2a12")
+    )
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "dangling", "pipe"])
+def test_what_is_no_file_has_no_digest(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "f" / "inner").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    odd = tmp_path / "f" / "inner" / "odd"
+    if kind == "pipe":
+        os.mkfifo(odd)
+    else:
+        odd.symlink_to({"file": __file__, "folder": tmp_path / "outside", "dangling": "nowhere"}[kind])
+    with pytest.raises(ConfigError, match=r"inner/odd in .* is (a symbolic link|no ordinary file)"):
+        digest_folder(tmp_path / "f")
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", b"line\nbreak"])
+def test_a_name_that_cannot_be_written_down_has_no_digest(tmp_path: Path, name: bytes) -> None:
+    (tmp_path / os.fsdecode(name)).write_text("x")
+    with pytest.raises(ConfigError, match="unreadable name"):
+        digest_folder(tmp_path)
 
 
 def test_publish_leaves_nothing_when_the_block_fails(tmp_path: Path) -> None:
@@ -62,6 +104,11 @@ def test_write_atomically_replaces(tmp_path: Path) -> None:
     write_atomically(path, "two")
     assert path.read_text() == "two"
     assert [entry.name for entry in path.parent.iterdir()] == ["state.json"]
+
+
+def test_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "key", "secret", mode=0o600)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/b", ".hidden", "a\0b", "a b", "x" * 129, "a..b"])
