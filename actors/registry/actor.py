@@ -10,47 +10,51 @@ import asyncio
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Final, TypeVar
 
 from tenacity import before_sleep_log, retry, retry_if_exception, stop_after_delay, wait_exponential
 
 from actors.registry import drivers, views
-from actors.registry.artifacts import admit
-from actors.registry.ledger import Ledger, utc_now
-from actors.registry.lineage import Link, chain
-from actors.registry.mirror import Mirror
-from actors.registry.snapshot import Snapshot
-from actors.registry.state import (
+from actors.registry.facts import (
     AliasMove,
     CheckpointFact,
-    Command,
     DataFact,
     Driver,
     EvaluationFact,
-    Promote,
-    Register,
-    Rollback,
+    ExternalMove,
+    FeedbackFact,
+    GateBegun,
+    GateEnded,
+    Pinned,
+    Retired,
     RunEnded,
     RunFact,
-    State,
     Version,
     VersionFact,
-    snapshot,
 )
+from actors.registry.ledger import Ledger, utc_now
+from actors.registry.lineage import Link, chain
+from actors.registry.mirror import ForeignMove, Mirror
+from actors.registry.rules import BeginGate, Command, Pin, Promote, Register, Retire, Rollback
+from actors.registry.serving import ServingBook, ServingReport
+from actors.registry.snapshot import Change, Snapshot
+from actors.registry.state import State, snapshot
 from actors.registry.store import EventStore, SqlEventStore
-from cluster.database import without_password
-from cluster.errors import FlywheelError
+from cluster.database import open_engine, without_password
+from cluster.errors import FlywheelError, RequestError, StateError
 from cluster.storage import Home
 from cluster.tracking import MlflowTracker, Tracker, prepare_tracking
 
 LONGEST_POLL_S: Final = 60.0
 _WATCH_EVERY_S: Final = 15.0
 _DATABASE_PATIENCE_S: Final = 60.0
-_COPIES_AT_ONCE: Final = 2
+_REPLICA_PATIENCE: Final = timedelta(seconds=90)
 _MIRROR_POLL_S: Final = 0.05
 
 _logger = logging.getLogger(__name__)
@@ -59,13 +63,18 @@ _Answer = TypeVar("_Answer")
 
 def open_mlflow(home: Home, uri: str | None) -> Tracker:
     """MLflow at `uri`, or this installation's own."""
-    return MlflowTracker(uri or prepare_tracking(home))
+    return MlflowTracker(prepare_tracking(home, uri))
+
+
+def open_serving(database: str) -> ServingBook:
+    """The tables of what servers report, in the registry's own database."""
+    return ServingBook(open_engine(database))
 
 
 class Registry:
     """Versions, aliases, and the facts they come from. All methods are safe to call twice with the same arguments.
 
-    Methods raise `RequestError` and `StateError` as `state.decide` does, and `DependencyError` if SQL fails.
+    Methods raise `RequestError` and `StateError` as `rules.decide` does, and `DependencyError` if SQL fails.
     `by` says who asks; it is kept with the event.
     """
 
@@ -75,6 +84,7 @@ class Registry:
         database: str,
         *,
         open_store: Callable[[str], EventStore] = SqlEventStore,
+        open_book: Callable[[str], ServingBook] = open_serving,
         open_tracker: Callable[[], Tracker] | None = None,
         find_dead: Callable[[Iterable[Driver]], drivers.Verdicts] = drivers.ask_ray,
     ) -> None:
@@ -88,20 +98,21 @@ class Registry:
         self._find_dead = find_dead
         self._store = _patiently(partial(open_store, database))
         self._ledger = _patiently(partial(Ledger, self._store))
-        self._snapshot = snapshot(self._ledger.state)
+        self._book = _patiently(partial(open_book, database))
+        self._snapshots = SnapshotLog(self._seen(self._ledger.state))
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._ledger.listen(self._publish)
-        # Commits must not queue behind copies of gigabytes, nor either of them behind the long polls.
+        # Commits must not queue behind gigabytes that are being deleted, nor either of them behind the long polls.
         self._commits = ThreadPoolExecutor(2, thread_name_prefix="registry-commit")
-        self._copies = ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="registry-copy")
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="registry-files")
         self._ended = threading.Event()
         self._mirror: Mirror | None = None
         if open_tracker is not None:
-            self._mirror = Mirror(self._store, open_tracker, lambda: self._ledger.state)
+            self._mirror = Mirror(self._store, open_tracker, lambda: self._ledger.state, self._follow)
             self._ledger.listen(self._mirror.wake)
             threading.Thread(target=self._mirror.run, name="registry-mirror", daemon=True).start()
-        watching = partial(drivers.watch, self._ledger, find_dead, every_s=_WATCH_EVERY_S, ended=self._ended)
-        threading.Thread(target=watching, name="registry-drivers", daemon=True).start()
+        watching = partial(watch, self._look_after, every_s=_WATCH_EVERY_S, ended=self._ended)
+        threading.Thread(target=watching, name="registry-watch", daemon=True).start()
         _logger.info("the registry is at event %d, epoch %d", self._ledger.state.seq, self._ledger.epoch)
 
     # Facts
@@ -110,11 +121,15 @@ class Registry:
         """Record a data version."""
         return await self._commit(fact, by, DataFact)
 
+    async def feedback(self, fact: FeedbackFact, by: str) -> FeedbackFact:
+        """Record a feedback set."""
+        return await self._commit(fact, by, FeedbackFact)
+
     async def begin_run(self, fact: RunFact, by: str) -> RunFact:
         """Record that a run began, or that one which stopped or failed is taken up again."""
         if fact.id in self._ledger.state.entries:
             # Its first driver may have died a second ago.
-            await self._in_thread(self._commits, partial(drivers.close_abandoned, self._ledger, self._find_dead))
+            await self._close_abandoned()
         return await self._commit(fact, by, RunFact)
 
     async def checkpoint(self, fact: CheckpointFact, by: str) -> CheckpointFact:
@@ -129,17 +144,23 @@ class Registry:
         """Record an evaluation."""
         return await self._commit(fact, by, EvaluationFact)
 
-    # Versions and aliases
+    # Versions, gates and aliases
 
-    async def register(self, fact: VersionFact, by: str) -> Version:
-        """Make the folder at `fact.source_path` a version; content that is a version of that name already stays it.
-
-        The files are copied first and recorded then: whoever dies between leaves no version. `ConfigError` for a
-        folder that may not be registered.
-        """
+    async def check(self, fact: VersionFact) -> None:
+        """Raise what registering `fact` would raise now: asked before gigabytes are copied."""
         self._ledger.check(fact)
-        artifact = await self._in_thread(self._copies, partial(admit, fact, self._home))
-        return await self._commit(Register(fact, artifact), by, Version)
+
+    async def register(self, command: Register, by: str) -> Version:
+        """Make an artifact that lies in the version store a version; content that is a version already stays it."""
+        return await self._commit(command, by, Version)
+
+    async def begin_gate(self, command: BeginGate) -> GateBegun:
+        """Set a version to `evaluating`."""
+        return await self._commit(command, command.by, GateBegun)
+
+    async def end_gate(self, fact: GateEnded, by: str) -> GateEnded:
+        """Set a version to `passed` or `blocked`, with the evidence, or back to what it was."""
+        return await self._commit(fact, by, GateEnded)
 
     async def promote(self, command: Promote) -> AliasMove:
         """Move an alias; the answer is the move that put it where it stands."""
@@ -149,26 +170,41 @@ class Registry:
         """Move an alias back."""
         return await self._commit(command, command.by, AliasMove)
 
+    async def retire(self, command: Retire) -> Retired:
+        """Take a version out of traffic for good."""
+        return await self._commit(command, command.by, Retired)
+
+    async def pin(self, command: Pin) -> Pinned:
+        """Keep the files of a version, or let go of them."""
+        return await self._commit(command, command.by, Pinned)
+
+    async def collect(self, min_age_s: float, dry_run: bool, by: str) -> Collection:
+        """Free what nothing reaches and what is older than `min_age_s`; `dry_run`: say only what that is."""
+        return await self._in_thread(self._files, partial(self._collect, min_age_s, dry_run, by))
+
     # Reading
 
     async def snapshot(self) -> Snapshot:
         """What servers need to know, now."""
-        return self._snapshot
+        return self._snapshots.current
 
-    async def wait_snapshot(self, after: int, timeout_s: float) -> Snapshot:
-        """The first snapshot whose number is not `after`; after `timeout_s` (at most a minute) the present one."""
+    async def wait_snapshot(self, after: tuple[int, int], timeout_s: float) -> Change:
+        """What has changed since the snapshot of (epoch, number) `after`, as soon as something has.
+
+        After `timeout_s` (at most a minute) a change that is empty. Who has been away for too long gets it all.
+        """
         changed = asyncio.Event()
         waiter = (asyncio.get_running_loop(), changed)
         self._waiting.add(waiter)
         try:
             # Looked at after joining the waiters, so that no commit can fall between.
-            if self._snapshot.number == after:
+            if self._snapshots.position == after:
                 await asyncio.wait_for(changed.wait(), min(timeout_s, LONGEST_POLL_S))
         except TimeoutError:
             pass
         finally:
             self._waiting.discard(waiter)
-        return self._snapshot
+        return self._snapshots.since(after)
 
     async def models(self) -> tuple[views.ModelView, ...]:
         """Every registered name with its versions and aliases."""
@@ -192,13 +228,20 @@ class Registry:
         """Everything that happened to a name."""
         return views.history(self._ledger.state, name)
 
-    async def aliases_at(self, name: str, moment: datetime) -> dict[str, int]:
-        """Where the aliases of a name stood at a moment."""
-        return views.aliases_at(self._ledger.state, name, moment)
+    async def live_at(self, name: str, moment: datetime) -> tuple[views.LiveView, ...]:
+        """Where the aliases of a name stood at a moment, and why."""
+        return views.live_at(self._ledger.state, name, moment)
 
     async def lineage(self, reference: str) -> tuple[Link, ...]:
-        """What something was made from and what was made from it."""
-        return tuple(chain(self._ledger.state, reference))
+        """What something was made from and what was made from it, as far as the traffic that it has had."""
+        holdings, traffic = await self._in_thread(self._commits, self._book.read)
+        return tuple(chain(self._ledger.state, reference, holdings=holdings, traffic=traffic))
+
+    # What servers say
+
+    async def report(self, report: ServingReport) -> None:
+        """Keep which versions a server holds and what traffic they have had."""
+        await self._in_thread(self._commits, partial(self._book.enter, report, at=utc_now()))
 
     # The registry itself
 
@@ -242,7 +285,7 @@ class Registry:
         if self._mirror is not None:
             self._mirror.stop()
         self._commits.shutdown()
-        self._copies.shutdown()
+        self._files.shutdown()
         self._store.close()
 
     async def _commit(self, command: Command, by: str, kind: type[_Answer]) -> _Answer:
@@ -257,13 +300,100 @@ class Registry:
     async def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[[], _Answer]) -> _Answer:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
+    def _look_after(self) -> None:
+        """What has to be looked at now and then, because nobody will report it."""
+        drivers.close_abandoned(self._ledger, self._find_dead)
+        self._book.close_unseen(before=utc_now() - _REPLICA_PATIENCE)
+
+    def _follow(self, move: ForeignMove) -> bool:
+        """Whether a move made in MLflow stands in the log now; what the rules refuse is kept as refused."""
+        refused = "it is gone there, or points to a version that is not Flywheel's"
+        if move.version is not None:
+            command = Promote(
+                move.name,
+                move.alias,
+                {move.version: 1.0},
+                by="mlflow",
+                why="moved in MLflow",
+                command=f"mlflow-{move.name}@{move.alias}-{move.state.seq}",
+                expected=move.state.split(move.name, move.alias) or {},
+                external=True,
+            )
+            try:
+                self._ledger.commit(command, by="mlflow")
+            except (StateError, RequestError) as error:
+                refused = error.message
+            else:
+                return True
+        self._ledger.commit(
+            ExternalMove(
+                id=f"{move.name}@{move.alias}#external-{move.state.seq}",
+                name=move.name,
+                alias=move.alias,
+                version=move.version,
+                where="MLflow",
+                refused=refused,
+                at=utc_now(),
+            ),
+            by="mlflow",
+        )
+        _logger.warning("%s@%s was moved in MLflow and is put back: %s", move.name, move.alias, refused)
+        return False
+
+    def _collect(self, min_age_s: float, dry_run: bool, by: str) -> Collection:
+        raise NotImplementedError
+
+    def _seen(self, state: State) -> Snapshot:
+        return snapshot(state, epoch=self._ledger.epoch, root=self._home.versions)
+
     def _publish(self, state: State) -> None:
         """Called in the committing thread: renew the snapshot and wake who waits for it."""
-        if state.snapshot_number == self._snapshot.number:
+        if state.snapshot_number == self._snapshots.current.number:
             return
-        self._snapshot = snapshot(state)
+        self._snapshots.add(self._seen(state))
         for loop, changed in tuple(self._waiting):
             loop.call_soon_threadsafe(changed.set)
+
+
+class SnapshotLog:
+    """The present snapshot, and the last changes that led to it, for whoever has missed some of them."""
+
+    def __init__(self, first: Snapshot, *, kept: int = 1024) -> None:
+        self.current = first
+        self._steps: deque[tuple[int, Change]] = deque(maxlen=kept)
+        """Each change with the number of the snapshot that it changed."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, number) of the present snapshot."""
+        return self.current.epoch, self.current.number
+
+    def add(self, snapshot: Snapshot) -> None:
+        """A newer snapshot of the same epoch."""
+        self._steps.append((self.current.number, snapshot.since(self.current)))
+        self.current = snapshot
+
+    def since(self, after: tuple[int, int]) -> Change:
+        """What makes the snapshot of (epoch, number) `after` the present one; all of it, if that is not known."""
+        epoch, number = after
+        if after == self.position:
+            return self.current.since(self.current)
+        steps = [(before, change) for before, change in self._steps if before >= number]
+        if epoch != self.current.epoch or not steps or steps[0][0] != number:
+            return self.current.whole()
+        models = {name: model for _, change in steps for name, model in change.models.items()}
+        return replace(steps[-1][1], models=models)
+
+
+def watch(look: Callable[[], None], *, every_s: float, ended: threading.Event) -> None:
+    """`look` now and every `every_s` seconds, until `ended`; an error of ours is logged, and the next round comes."""
+    while True:
+        try:
+            look()
+        except FlywheelError as error:
+            _logger.warning("the registry could not look after its affairs: %s", error)
+        if ended.wait(every_s):
+            return
 
 
 def _patiently(work: Callable[[], _Answer]) -> _Answer:

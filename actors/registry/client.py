@@ -21,28 +21,38 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from actors.registry import drivers
 from actors.registry.actor import Registry, open_mlflow
 from actors.registry.config import ACTOR_NAME, NAMESPACE
-from actors.registry.lineage import Link
-from actors.registry.snapshot import Snapshot
-from actors.registry.state import (
+from actors.registry.facts import (
     AliasMove,
+    Artifact,
     CheckpointFact,
     DataFact,
     EvaluationFact,
-    Promote,
-    Rollback,
+    FeedbackFact,
+    GateBegun,
+    GateEnded,
+    Origin,
+    Pinned,
+    Retired,
     RunEnded,
     RunFact,
     Version,
     VersionFact,
 )
-from actors.registry.views import HistoryEntry, ModelView, RegistryStatus, RunView, VersionView
-from cluster.database import sqlite_uri
+from actors.registry.gc import Collection
+from actors.registry.lineage import Link
+from actors.registry.rules import BeginGate, Pin, Promote, Register, Retire, Rollback
+from actors.registry.serving import ServingReport
+from actors.registry.snapshot import Change, Snapshot, Split
+from actors.registry.upload import stage
+from actors.registry.views import HistoryEntry, LiveView, ModelView, RegistryStatus, RunView, VersionView
+from cluster.database import sqlite_uri, without_password
 from cluster.errors import DependencyError, FlywheelError, StateError
+from cluster.progress import Sink, silent
 from cluster.storage import Home
 
 PATIENCE_S: Final = 60.0
 _PAUSE_S: Final = 0.2
-_LONG_COPY_S: Final = 1800.0
+_LONG_S: Final = 1800.0
 
 _Answer = TypeVar("_Answer")
 
@@ -61,9 +71,13 @@ class RegistryClient:
     ) -> "RegistryClient":
         """The cluster's registry, started if there is none yet. It outlives this driver, not the cluster.
 
-        `database` is a SQLAlchemy URI (default: SQLite in `home`), `tracking` an MLflow URI (default: MLflow's
-        tables in `home`). `StateError` if the running one belongs to another home.
+        `database` is a SQLAlchemy URI (default: `FLYWHEEL_DATABASE_URI`, or SQLite in `home`), `tracking` an MLflow
+        URI (default: `FLYWHEEL_TRACKING_URI`, or MLflow's tables in `home`). `StateError` if the running one belongs
+        to another home, or keeps its log elsewhere than it was told here.
         """
+        # Read here: the actor has the environment of whoever started its node.
+        told = database or environment.database_uri()
+        database, tracking = told or sqlite_uri(home.registry_database), tracking or environment.tracking_uri()
         options = ray.remote(Registry).options(
             name=ACTOR_NAME,
             namespace=NAMESPACE,
@@ -74,15 +88,18 @@ class RegistryClient:
             # A call that was on its way when the actor died is made again by Ray; all of them allow that.
             max_task_retries=-1,
         )
-        options.remote(
-            home, database or sqlite_uri(home.registry_database), open_tracker=partial(open_mlflow, home, tracking)
-        )
+        options.remote(home, database, open_tracker=partial(open_mlflow, home, tracking))
         client = cls(by=by)
         running = client._call(Home, "home")
         if running != home:
             raise StateError(
                 f"This cluster's registry belongs to {running.root}, not to {home.root}.",
                 hint=f"Set FLYWHEEL_HOME={running.root}, or use another cluster.",
+            )
+        if told is not None and (kept := client.status().database) != without_password(told):
+            raise StateError(
+                f"This cluster's registry keeps its log in {kept}, not in {without_password(told)}.",
+                hint=f"Unset {environment.DATABASE_URI}, or stop that registry's cluster first.",
             )
         return client
 
@@ -114,28 +131,79 @@ class RegistryClient:
         """Record an evaluation."""
         return self._call(EvaluationFact, "evaluation", fact, self._by)
 
-    def register(self, fact: VersionFact) -> Version:
-        """Copy the folder `fact.source_path` into the version store and make it a version."""
-        return self._call(Version, "register", fact, self._by, timeout_s=_LONG_COPY_S)
+    def register(self, fact: VersionFact, *, sink: Sink = silent) -> Version:
+        """Bring the folder `fact.source_path` into the version store, signed, and make it a version.
+
+        The files go from here to the store in parts, with their progress to `sink`; a call that broke off goes on
+        where it was. The actor only ever sees facts.
+        """
+        self._call(type(None), "check", fact)
+        artifact = stage(fact, self._call(Home, "home"), sink)
+        return self.record(fact, artifact)
+
+    def record(self, fact: VersionFact, artifact: Artifact, origin: Origin | None = None) -> Version:
+        """Make an artifact that lies in the version store a version."""
+        return self._call(Version, "register", Register(fact, artifact, origin), self._by)
+
+    def feedback(self, fact: FeedbackFact) -> FeedbackFact:
+        """Record a feedback set."""
+        return self._call(FeedbackFact, "feedback", fact, self._by)
+
+    def begin_gate(self, version_id: str) -> GateBegun:
+        """Set a version to `evaluating`, until `end_gate` or until this process's Ray job has ended."""
+        command = BeginGate(version_id, self._by, _command_id(), drivers.current())
+        return self._call(GateBegun, "begin_gate", command)
+
+    def end_gate(self, fact: GateEnded) -> GateEnded:
+        """Set a version to `passed` or `blocked`, or back to what it was."""
+        return self._call(GateEnded, "end_gate", fact, self._by)
 
     def promote(
-        self, name: str, alias: str, version: int, *, by: str | None = None, why: str, expected: int | None = None
+        self,
+        name: str,
+        alias: str,
+        to: int | Split,
+        *,
+        by: str | None = None,
+        why: str,
+        expected: int | Split | None = None,
+        force: bool = False,
     ) -> AliasMove:
-        """Move an alias. `expected`: the version it must stand at now (0: it must not exist yet)."""
-        command = Promote(name, alias, version, by or self._by, why, _command_id(), expected)
+        """Move an alias to a version, or split its traffic over several by their shares.
+
+        `expected`: where it must stand now (0: it must not exist yet). Without a passed gate only by `force`.
+        """
+        if expected is not None:
+            expected = ({expected: 1.0} if expected else {}) if isinstance(expected, int) else expected
+        split = {to: 1.0} if isinstance(to, int) else to
+        command = Promote(name, alias, split, by or self._by, why, _command_id(), expected, force)
         return self._call(AliasMove, "promote", command)
 
     def rollback(self, name: str, alias: str, *, by: str | None = None, why: str) -> AliasMove:
         """Move an alias back to where it stood before its last promotion."""
         return self._call(AliasMove, "rollback", Rollback(name, alias, by or self._by, why, _command_id()))
 
+    def retire(self, version_id: str, *, why: str) -> Retired:
+        """Take a version out of traffic for good."""
+        return self._call(Retired, "retire", Retire(version_id, self._by, why, _command_id()))
+
+    def pin(self, version_id: str, *, pinned: bool = True, why: str) -> Pinned:
+        """Keep a version's files from garbage collection, or let go of them."""
+        return self._call(Pinned, "pin", Pin(version_id, pinned, self._by, why))
+
+    def collect(self, *, min_age_s: float, dry_run: bool) -> Collection:
+        """Free what nothing reaches and what is older than `min_age_s`; `dry_run`: say only what that is."""
+        return self._call(Collection, "collect", min_age_s, dry_run, self._by, timeout_s=_LONG_S)
+
     def snapshot(self) -> Snapshot:
         """All versions and aliases as servers need them."""
         return self._call(Snapshot, "snapshot")
 
-    def wait_snapshot(self, after: int, timeout_s: float) -> Snapshot:
-        """The first snapshot whose number is not `after`, or the present one after `timeout_s`."""
-        return self._call(Snapshot, "wait_snapshot", after, timeout_s, timeout_s=timeout_s + self._patience_s)
+    def wait_snapshot(self, after: Snapshot, timeout_s: float) -> Snapshot:
+        """The first snapshot that differs from `after`, or `after` once `timeout_s` is over."""
+        position = (after.epoch, after.number)
+        change = self._call(Change, "wait_snapshot", position, timeout_s, timeout_s=timeout_s + self._patience_s)
+        return after.updated(change)
 
     def show(self, reference: str) -> VersionView:
         """All about the version that `name`, `name@alias` or `name/3` means."""
@@ -205,12 +273,19 @@ class RegistryHandle:
         """All versions and aliases."""
         return await self._call(Snapshot, "snapshot")
 
-    async def wait_snapshot(self, after: int, timeout_s: float) -> Snapshot:
-        """The first snapshot whose number is not `after`, or the present one after `timeout_s`.
+    async def wait_snapshot(self, after: Snapshot, timeout_s: float) -> Snapshot:
+        """The first snapshot that differs from `after`, or `after` once `timeout_s` is over.
 
-        `DependencyError` if the registry is away; a server then goes on with the snapshot it has and asks again.
+        Only what has changed travels. `DependencyError` if the registry is away; a server then goes on with the
+        snapshot it has and asks again.
         """
-        return await self._call(Snapshot, "wait_snapshot", after, timeout_s, timeout_s=timeout_s + self._patience_s)
+        position = (after.epoch, after.number)
+        change = await self._call(Change, "wait_snapshot", position, timeout_s, timeout_s=timeout_s + self._patience_s)
+        return after.updated(change)
+
+    async def report(self, report: ServingReport) -> None:
+        """Tell which versions this server holds and what traffic they have had."""
+        await self._call(type(None), "report", report)
 
     async def show(self, reference: str) -> VersionView:
         """All about the version that `name`, `name@alias` or `name/3` means."""

@@ -5,12 +5,11 @@ A driver's job id is only unique within one Ray cluster, its node id among all c
 """
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from actors.registry.facts import Driver, GateBegun, GateEnded, RunEnded, RunFact
 from actors.registry.ledger import Ledger
-from actors.registry.state import Driver, RunEnded
 from cluster.errors import FlywheelError
 
 _MAX_JOBS: Final = 10_000
@@ -45,7 +44,7 @@ def dead(drivers: Iterable[Driver], *, nodes: set[str], jobs: Mapping[str, str])
                 f"Its driver (process {driver.pid}) is gone: its node left the cluster, or the cluster ended."
             )
         elif jobs.get(driver.job_id) in _OVER:
-            verdicts[driver] = f"Its driver (process {driver.pid}) ended without reporting the end of the run."
+            verdicts[driver] = f"Its driver (process {driver.pid}) ended without reporting the end."
     return verdicts
 
 
@@ -75,30 +74,25 @@ def ask_ray(drivers: Iterable[Driver]) -> dict[Driver, str]:
 
 
 def close_abandoned(ledger: Ledger, find_dead: Callable[[Iterable[Driver]], Verdicts]) -> None:
-    """Record as stopped every running run whose driver is dead; a run that nobody drives is left alone."""
-    running = {run.id: run.driver for run in ledger.state.running() if run.driver is not None}
-    if not running:
+    """Record as stopped every running run, and as abandoned every open gate, whose driver is dead.
+
+    What nobody drives is left alone.
+    """
+    state = ledger.state
+    open_: list[RunFact | GateBegun] = [each for each in (*state.running(), *state.measuring()) if each.driver]
+    if not open_:
         return
-    verdicts = find_dead(set(running.values()))
-    for run_id, driver in running.items():
-        if driver in verdicts:
-            ended = RunEnded(run_id=run_id, status="stopped", verdict=verdicts[driver], presumed=True)
+    verdicts = find_dead({each.driver for each in open_ if each.driver})
+    for fact in open_:
+        if fact.driver in verdicts:
+            why = verdicts[fact.driver]
+            ended: RunEnded | GateEnded = (
+                RunEnded(run_id=fact.id, status="stopped", verdict=why, presumed=True)
+                if isinstance(fact, RunFact)
+                else GateEnded(gate_id=fact.id, outcome="abandoned", reason=why)
+            )
             try:
                 ledger.commit(ended, by="registry")
             except FlywheelError as error:
                 # It ended by itself meanwhile, or the log is down: the next round sees.
-                _logger.info("run %s was not closed: %s", run_id, error)
-
-
-def watch(
-    ledger: Ledger,
-    find_dead: Callable[[Iterable[Driver]], Verdicts],
-    *,
-    every_s: float,
-    ended: threading.Event,
-) -> None:
-    """`close_abandoned` now and every `every_s` seconds, until `ended`."""
-    while True:
-        close_abandoned(ledger, find_dead)
-        if ended.wait(every_s):
-            return
+                _logger.info("%s was not closed: %s", fact.id, error)

@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from actors.registry.state import Command, Decision, Event, Fact, State, VersionFact, check, decide, replay
+from actors.registry.facts import Event, Fact, VersionFact
+from actors.registry.rules import Command, Decision, check, decide
+from actors.registry.state import State, replay
 from actors.registry.store import EventStore
 from cluster.errors import DependencyError
 

@@ -1,74 +1,184 @@
-"""Where something comes from and what came of it: a walk over the facts' parents.
+"""Where something comes from and what came of it: a walk over the facts' parents, from data to traffic and back.
 
-Pure; it reads a `State` and knows neither Ray nor SQL.
+Pure; it reads a `State` and what servers have reported, and knows neither Ray nor SQL.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from actors.registry.snapshot import resolve
-from actors.registry.state import (
+from actors.registry.facts import (
     AliasMove,
     CheckpointFact,
     DataFact,
     EvaluationFact,
-    Event,
+    ExternalMove,
     Fact,
+    FeedbackFact,
+    GateBegun,
+    Retired,
     RunFact,
-    State,
     Version,
-    snapshot,
-    unknown,
 )
+from actors.registry.rules import shown
+from actors.registry.serving import Holding, Traffic
+from actors.registry.snapshot import resolve
+from actors.registry.state import State, snapshot, unknown
 from cluster.config import Config
 from cluster.errors import RequestError
 
-_ORDER: Final = ("data", "run", "checkpoint", "evaluation", "version", "alias")
+_ORDER: Final = (
+    "data",
+    "run",
+    "checkpoint",
+    "evaluation",
+    "version",
+    "gate",
+    "alias",
+    "external-move",
+    "retired",
+    "replica",
+    "traffic",
+    "feedback",
+)
 
 
 class Link(Config):
-    """One element of a chain. `kind` is data, run, checkpoint, evaluation, version or alias."""
+    """One element of a chain. `kind` is one of data, run, checkpoint, evaluation, version, gate, alias,
+    external-move, retired, replica, traffic and feedback."""
 
     id: str
     kind: str
     parents: tuple[str, ...]
+    """Ids that it was made from, nearest first."""
     at: datetime
     by: str
     note: str
     """One line for a person."""
 
 
-def chain(state: State, reference: str) -> list[Link]:
+@dataclass(frozen=True)
+class Branch:
+    """A link and what was made from it; a link with several parents hangs under the nearest."""
+
+    link: Link
+    branches: tuple["Branch", ...]
+
+
+def chain(
+    state: State, reference: str, *, holdings: Sequence[Holding] = (), traffic: Sequence[Traffic] = ()
+) -> list[Link]:
     """Everything that `reference` was made from and everything that was made from it, in the order of the loop.
 
-    `reference` is the id of any fact, or a model's `name`, `name@alias` or `name/version`.
+    `reference` is the id of any link, or a model's `name`, `name@alias` or `name/version`.
     Siblings are not in it: two runs on the same data do not appear in each other's chain.
     Raises `RequestError` (404) with the nearest ids.
     """
-    start = _start(state, reference)
-    parents = {id_: _parents(event.fact) for id_, event in state.entries.items()}
-    children: dict[str, list[str]] = {}
+    links = _links(state, holdings, traffic)
+    start = _start(state, links, reference)
+    parents = {id_: link.parents for id_, link in links.items()}
+    children: dict[str, list[str]] = defaultdict(list)
     for id_, above in parents.items():
         for parent in above:
-            children.setdefault(parent, []).append(id_)
+            children[parent].append(id_)
     found = _reach(start, parents) | _reach(start, children)
-    events = sorted((state.entries[id_] for id_ in found), key=_place)
-    return [
-        Link(
-            id=_id(e.fact),
-            kind=e.fact.event,
-            parents=_parents(e.fact),
-            at=e.at,
-            by=e.by,
-            note=_note(state, e.fact),
+    return sorted((links[id_] for id_ in found if id_ in links), key=_place)
+
+
+def graph(links: Sequence[Link]) -> dict[str, object]:
+    """The chain as nodes and edges (from what was there first to what was made from it)."""
+    ids = {link.id for link in links}
+    edges = [[parent, link.id] for link in links for parent in link.parents if parent in ids]
+    return {"nodes": [link.model_dump(mode="json") for link in links], "edges": edges}
+
+
+def tree(links: Sequence[Link]) -> list[Branch]:
+    """The chain as trees, each from what has no parent in it."""
+    ids = {link.id for link in links}
+    under: dict[str | None, list[Link]] = defaultdict(list)
+    for link in links:
+        under[next((parent for parent in link.parents if parent in ids), None)].append(link)
+
+    def branch(link: Link) -> Branch:
+        return Branch(link, tuple(branch(each) for each in under[link.id]))
+
+    return [branch(root) for root in under[None]]
+
+
+def _links(state: State, holdings: Sequence[Holding], traffic: Sequence[Traffic]) -> dict[str, Link]:
+    links: dict[str, Link] = {}
+    for id_, event in state.entries.items():
+        fact = event.fact
+        kind = "gate" if isinstance(fact, GateBegun) else fact.event
+        links[id_] = Link(
+            id=id_, kind=kind, parents=_parents(state, fact), at=event.at, by=event.by, note=_note(state, fact)
         )
-        for e in events
-    ]
+    for held in holdings:
+        if held.version_id in state.stages:
+            _add(links, _replica(held))
+    for row in traffic:
+        if row.version_id in state.stages:
+            _add(links, _traffic(row))
+    return _with_feedback(links, state)
 
 
-def _start(state: State, reference: str) -> str:
-    if reference in state.entries:
+def _add(links: dict[str, Link], link: Link) -> None:
+    """A replica that held a version twice, or a day of many hours, is one link."""
+    known = links.get(link.id)
+    if known is None:
+        links[link.id] = link
+        return
+    parents = tuple(dict.fromkeys((*known.parents, *link.parents)))
+    links[link.id] = known.model_copy(update={"parents": parents, "note": f"{known.note}; {link.note}"})
+
+
+def _replica(held: Holding) -> Link:
+    until = f"until {held.until:%Y-%m-%d %H:%M:%S}" if held.until else "still"
+    return Link(
+        id=f"replica/{held.replica}",
+        kind="replica",
+        parents=(held.version_id,),
+        at=held.since,
+        by=held.node,
+        note=f"{held.version_id} since {held.since:%Y-%m-%d %H:%M:%S}, {until}",
+    )
+
+
+def _traffic(row: Traffic) -> Link:
+    return Link(
+        id=_traffic_id(row.version_id, row.day.isoformat()),
+        kind="traffic",
+        parents=(row.version_id,),
+        at=row.hour,
+        by="gateway",
+        note=f"{row.hour:%H}:00 {row.requests} requests, {row.failures} failed, "
+        f"{row.prompt_tokens} + {row.completion_tokens} tokens",
+    )
+
+
+def _traffic_id(version_id: str, day: str) -> str:
+    return f"traffic/{version_id}/{day}"
+
+
+def _with_feedback(links: dict[str, Link], state: State) -> dict[str, Link]:
+    """Feedback hangs under the traffic that it judges, as far as that is known."""
+    for event in state.entries.values():
+        fact = event.fact
+        if isinstance(fact, FeedbackFact):
+            first, last = fact.since.date().isoformat(), fact.until.date().isoformat()
+            days = [
+                id_
+                for id_, link in links.items()
+                if link.kind == "traffic" and link.parents[0] in fact.versions and first <= id_[-10:] <= last
+            ]
+            links[fact.id] = links[fact.id].model_copy(update={"parents": (*days, *fact.versions)})
+    return links
+
+
+def _start(state: State, links: Mapping[str, Link], reference: str) -> str:
+    if reference in links:
         return reference
     try:
         return resolve(snapshot(state), reference).id
@@ -88,31 +198,35 @@ def _reach(start: str, edges: Mapping[str, Iterable[str]]) -> set[str]:
     return found
 
 
-def _place(event: Event) -> tuple[int, int]:
-    return _ORDER.index(event.fact.event), event.seq
+def _place(link: Link) -> tuple[int, datetime, str]:
+    return _ORDER.index(link.kind), link.at, link.id
 
 
-def _id(fact: Fact) -> str:
-    assert isinstance(fact, DataFact | RunFact | CheckpointFact | EvaluationFact | Version | AliasMove)
-    return fact.id
-
-
-def _parents(fact: Fact) -> tuple[str, ...]:
+def _parents(state: State, fact: Fact) -> tuple[str, ...]:
     """Ids that a fact was made from, nearest first."""
     above: tuple[str | None, ...]
     match fact:
         case DataFact():
             above = (fact.parent,)
         case RunFact():
-            above = (fact.data_version,)
+            above = (fact.data_version, fact.base if fact.base in state.stages else None)
         case CheckpointFact():
             above = (fact.run_id,)
         case EvaluationFact():
-            above = (fact.checkpoint_id, fact.run_id, fact.data_version)
+            above = (fact.version_id, fact.checkpoint_id, fact.run_id, fact.data_version)
         case Version():
-            above = (fact.evaluation_id, fact.checkpoint_id, fact.run_id, fact.data_version)
+            above = (fact.evaluation_id, fact.checkpoint_id, fact.run_id, fact.data_version, fact.parent)
+        case GateBegun():
+            verdict = state.verdicts.get(fact.id)
+            above = (fact.version_id, verdict.evaluation_id if verdict else None)
         case AliasMove():
-            above = (f"{fact.name}/{fact.version}",)
+            above = tuple(f"{fact.name}/{number}" for number in fact.split)
+        case ExternalMove():
+            above = (f"{fact.name}/{fact.version}",) if fact.version else ()
+        case Retired():
+            above = (fact.version_id,)
+        case FeedbackFact():
+            above = fact.versions
         case _:
             above = ()
     return tuple(id_ for id_ in above if id_)
@@ -129,8 +243,17 @@ def _note(state: State, fact: Fact) -> str:
         case EvaluationFact():
             return "gate passed" if fact.passed else "gate not passed"
         case Version():
-            return f"{fact.kind} of {fact.base}, {fact.digest[:12]}"
+            return f"{fact.kind} of {fact.base}, {fact.digest[:12]}, {state.stages[fact.id]}"
+        case GateBegun():
+            verdict = state.verdicts.get(fact.id)
+            return f"{verdict.outcome}: {verdict.reason}" if verdict else "goes on"
         case AliasMove():
-            return f"{fact.alias} → {fact.version}: {fact.why}"
+            return f"{fact.alias} → {shown(fact.split)}{' by force' if fact.forced else ''}: {fact.why}"
+        case ExternalMove():
+            return f"{fact.alias} in {fact.where} was put back: {fact.refused}"
+        case Retired():
+            return fact.why
+        case FeedbackFact():
+            return f"{fact.rows} judged answers"
         case _:
             return ""

@@ -1,5 +1,8 @@
 """MLflow's model registry as a mirror of ours, caught up in the background.
 
+Whoever moves an alias in MLflow's own UI has moved it behind our back: once the mirror is caught up, it looks for
+such moves and hands them to the registry, which follows them or has them put back.
+
 What has been mirrored is kept beside the log, so that a new registry goes on where the old one died; every step may
 be done twice. An unreachable MLflow delays the mirror and nothing else: no call of the registry waits for it.
 This module knows the log and the `Tracker` port; it knows neither Ray nor MLflow.
@@ -8,10 +11,12 @@ This module knows the log and the `Tracker` port; it knows neither Ray nor MLflo
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
-from actors.registry.state import AliasMove, Event, RunEnded, RunFact, State, Version
+from actors.registry.facts import AliasMove, Event, GateBegun, GateEnded, Retired, RunEnded, RunFact, Version
+from actors.registry.state import State
 from actors.registry.store import EventStore
 from cluster.config import Config
 from cluster.errors import DependencyError, StateError
@@ -20,6 +25,8 @@ from cluster.tracking import TrackedVersion, Tracker
 _CONSUMER: Final = "mlflow"
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 60.0
+_LOOK_EVERY_S: Final = 3.0
+STAGE_TAG: Final = "flywheel.stage"
 
 _logger = logging.getLogger(__name__)
 
@@ -34,10 +41,32 @@ class MirrorStatus(Config):
     """Why the last attempt failed; None while all is well."""
 
 
-class Mirror:
-    """Puts versions, aliases and the ends of runs into a tracker, in the order of the log."""
+@dataclass(frozen=True)
+class ForeignMove:
+    """An alias stands elsewhere in the tracker than in `state`. `version` None: it is gone there, or points to
+    something that is not ours."""
 
-    def __init__(self, store: EventStore, open_tracker: Callable[[], Tracker], state: Callable[[], State]) -> None:
+    name: str
+    alias: str
+    version: int | None
+    state: State
+
+
+class Mirror:
+    """Puts versions, stages, aliases and the ends of runs into a tracker, in the order of the log.
+
+    `follow` is asked about each move that was made in the tracker itself; True: it is in the log now, False: it has
+    to be put back.
+    """
+
+    def __init__(
+        self,
+        store: EventStore,
+        open_tracker: Callable[[], Tracker],
+        state: Callable[[], State],
+        follow: Callable[[ForeignMove], bool] = lambda _: False,
+    ) -> None:
+        self._follow = follow
         self._store = store
         self._open_tracker = open_tracker
         self._state = state
@@ -71,10 +100,11 @@ class Mirror:
         pause_s = _FIRST_PAUSE_S
         self._work.set()
         while not self._ended.is_set():
-            self._work.wait()
+            self._work.wait(_LOOK_EVERY_S)
             self._work.clear()
             try:
                 self.catch_up()
+                self.look()
                 pause_s = _FIRST_PAUSE_S
             except StateError as error:
                 _logger.warning("the mirror stops: %s", error)
@@ -89,6 +119,36 @@ class Mirror:
                 self._ended.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 self._work.set()
+
+    def look(self) -> None:
+        """Find moves that were made in the tracker itself. Raises `DependencyError` if it is not there."""
+        state = self._state()
+        if not state.versions or self._position < state.seq:
+            return
+        try:
+            for name, theirs in self._opened().all_aliases().items():
+                ours = state.aliases(name) if name in state.versions else theirs
+                for alias in sorted(ours.keys() | theirs.keys()):
+                    if ours.get(alias) != theirs.get(alias):
+                        self._deal_with(ForeignMove(name, alias, theirs.get(alias), state), ours.get(alias))
+        except DependencyError as error:
+            self._failure = str(error)
+            self._tracker = None
+            raise
+
+    def _deal_with(self, move: ForeignMove, ours: int | None) -> None:
+        # What has been committed since `state` may be the reason: then it is no foreign move.
+        if self._state().seq != move.state.seq or self._follow(move):
+            return
+        if ours is None:
+            self._opened().drop_alias(move.name, move.alias)
+        else:
+            self._opened().put_alias(move.name, move.alias, ours)
+
+    def _opened(self) -> Tracker:
+        if self._tracker is None:
+            self._tracker = self._open_tracker()
+        return self._tracker
 
     def catch_up(self) -> None:
         """Mirror everything outstanding. Raises `DependencyError` at the first event for which MLflow is not there."""
@@ -105,25 +165,37 @@ class Mirror:
         self._failure = None
 
     def _put(self, event: Event) -> None:
-        if not isinstance(event.fact, Version | AliasMove | RunEnded):
+        if not isinstance(event.fact, Version | GateBegun | GateEnded | AliasMove | Retired | RunEnded):
             return
         try:
-            if self._tracker is None:
-                self._tracker = self._open_tracker()
+            tracker = self._opened()
             match event.fact:
                 case Version() as version:
-                    self._tracker.put_version(_shown(version, self._tracking_run(version.run_id)))
+                    tracker.put_version(_shown(version, self._tracking_run(version.run_id)))
+                    self._tag_stage(version.id)
+                case GateBegun() | Retired() as fact:
+                    self._tag_stage(fact.version_id)
+                case GateEnded() as ended:
+                    self._tag_stage(ended.gate_id.partition("#")[0], {"flywheel.gate": ended.reason})
                 case AliasMove() as move:
-                    self._tracker.put_alias(move.name, move.alias, move.version)
+                    tracker.put_alias(move.name, move.alias, move.version)
+                    for number in move.split:
+                        self._tag_stage(f"{move.name}/{number}")
                 case RunEnded() as ended:
                     if run := self._tracking_run(ended.run_id):
-                        self._tracker.end_run(run, ended.status)
+                        tracker.end_run(run, ended.status)
         except DependencyError as error:
             if error.retryable:
                 raise
             # Asking again would not help, and everything behind it would wait for ever.
             self._refused += 1
             _logger.warning("MLflow does not take event %d (%s): %s", event.seq, event.fact.event, error)
+
+    def _tag_stage(self, version_id: str, more: Mapping[str, str] | None = None) -> None:
+        """The stage of now, not of then: the mirror may be behind, and only the last word is shown."""
+        name, _, number = version_id.rpartition("/")
+        tags = {STAGE_TAG: self._state().stages[version_id], **{key: value for key, value in (more or {}).items() if value}}
+        self._opened().tag_version(name, int(number), tags)
 
     def _tracking_run(self, run_id: str | None) -> str | None:
         event = self._state().entries.get(run_id) if run_id else None

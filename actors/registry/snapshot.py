@@ -1,4 +1,4 @@
-"""What a server needs to know of the registry, as one small immutable value, and how a name becomes a version.
+"""What a server needs to know of the registry, as one immutable value, and how a name becomes a version.
 
 Gateways and replicas hold a `Snapshot` each and resolve against it; no call to the registry stands on the path
 of a request. This module is pure: it knows neither Ray nor SQL, and it does not know how the facts came about.
@@ -6,14 +6,17 @@ of a request. This module is pure: it knows neither Ray nor SQL, and it does not
 
 import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final, Literal
 
 from cluster.errors import RequestError
 
 Kind = Literal["adapter", "model", "embedder"]
+Split = dict[int, float]
+"""Share of an alias's traffic by version number; the shares add up to 1."""
 
 DEFAULT_ALIAS: Final = "champion"
 _REFERENCE: Final = re.compile(r"(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<version>[1-9][0-9]{0,8}))?")
@@ -21,7 +24,7 @@ _REFERENCE: Final = re.compile(r"(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<vers
 
 @dataclass(frozen=True)
 class Route:
-    """One version as a server needs it. `path` holds exactly the bytes that `digest` (SHA-256) names, for ever."""
+    """One version as a server needs it. `path`, under the snapshot's root, holds what `digest` (SHA-256) names."""
 
     name: str
     version: int
@@ -37,63 +40,139 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """All versions and aliases at one moment.
+class Model:
+    """One name: its versions that can be served, oldest first, and where its aliases stand."""
 
-    `number` grows with every registration and every move of an alias; two snapshots with the same number are equal.
-    `versions` maps `name/number` to its route, `aliases` maps `name@alias` to a version's number.
+    name: str
+    versions: Mapping[int, Route] = field(default_factory=dict)
+    aliases: Mapping[str, Split] = field(default_factory=dict)
+
+
+_NO_MODEL: Final = Model("")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What differs between two snapshots: every `Model` that changed, as it is now. `whole`: all that there are."""
+
+    epoch: int
+    number: int
+    root: Path
+    models: Mapping[str, Model]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All servable versions and all aliases at one moment.
+
+    `number` grows with everything that servers have to know; two snapshots of one `epoch` (one life of the registry)
+    with the same number are equal. `root` is the version store, against which a route's path is meant.
     """
 
+    epoch: int = 0
     number: int = 0
-    versions: Mapping[str, Route] = field(default_factory=dict)
-    aliases: Mapping[str, int] = field(default_factory=dict)
+    root: Path = Path()
+    models: Mapping[str, Model] = field(default_factory=dict)
+
+    @classmethod
+    def of_routes(
+        cls, routes: Iterable[Route], aliases: Mapping[str, int | Split], *, number: int = 1, root: Path = Path()
+    ) -> "Snapshot":
+        """A snapshot of these routes; `aliases` by `name@alias`."""
+        models: dict[str, Model] = {}
+        for route in sorted(routes, key=lambda route: (route.name, route.version)):
+            known = models.get(route.name, Model(route.name))
+            models[route.name] = replace(known, versions={**known.versions, route.version: route})
+        for reference, where in aliases.items():
+            name, _, alias = reference.partition("@")
+            split = where if isinstance(where, dict) else {where: 1.0}
+            models[name] = replace(models[name], aliases={**models[name].aliases, alias: split})
+        return cls(number=number, root=root, models=models)
 
     def names(self) -> list[str]:
         """Every registered name, sorted."""
-        return sorted({route.name for route in self.versions.values()})
+        return sorted(self.models)
 
     def of(self, name: str) -> list[Route]:
         """The versions of `name`, oldest first."""
-        return sorted(
-            (route for route in self.versions.values() if route.name == name), key=lambda route: route.version
-        )
+        return list(self.models.get(name, _NO_MODEL).versions.values())
 
     def aliases_of(self, name: str) -> dict[str, int]:
-        """Each alias of `name` with the version it stands at."""
-        prefix = f"{name}@"
-        return {key.removeprefix(prefix): number for key, number in self.aliases.items() if key.startswith(prefix)}
+        """Each alias of `name` with the version that has most of its traffic."""
+        return {alias: heaviest(split) for alias, split in self.models.get(name, _NO_MODEL).aliases.items()}
+
+    def folder(self, route: Route) -> Path:
+        """Where the files of a route lie."""
+        return self.root / route.path
+
+    def updated(self, change: Change) -> "Snapshot":
+        """This snapshot with `change` in it."""
+        models = change.models if change.whole else {**self.models, **change.models}
+        return Snapshot(change.epoch, change.number, change.root, models)
+
+    def since(self, earlier: "Snapshot") -> Change:
+        """What has changed since `earlier`, a snapshot of the same registry."""
+        changed = {name: model for name, model in self.models.items() if earlier.models.get(name) is not model}
+        return Change(self.epoch, self.number, self.root, changed, whole=False)
+
+    def whole(self) -> Change:
+        """All of it, for someone who knows nothing."""
+        return Change(self.epoch, self.number, self.root, dict(self.models), whole=True)
 
 
-def resolve(snapshot: Snapshot, reference: str, default_alias: str = DEFAULT_ALIAS) -> Route:
+def heaviest(split: Split) -> int:
+    """The version with the largest share; of equal ones the older."""
+    return max(split, key=lambda number: (split[number], -number))
+
+
+def resolve(snapshot: Snapshot, reference: str, default_alias: str = DEFAULT_ALIAS, *, key: str | None = None) -> Route:
     """The version that `reference` means now: `name` (its `default_alias`), `name@alias` or `name/3`.
 
+    Of an alias whose traffic is split, `key` (a user, or a request's id) decides: the same key gets the same version
+    for as long as the shares stay. Without a key it is the version with the largest share.
     Raises `RequestError` (404, `model_not_found`) with what would have been found.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise _not_found(reference, "Use name, name@alias or name/version.")
-    name, alias = match["name"], match["alias"] or default_alias
-    known = snapshot.of(name)
-    if not known:
-        near = difflib.get_close_matches(name, snapshot.names(), n=3, cutoff=0.5)
+    name, alias, number = match.groups()
+    model = snapshot.models.get(name)
+    if model is None:
+        near = difflib.get_close_matches(name, snapshot.models, n=3, cutoff=0.5)
         raise _not_found(
             reference, f"Near it: {', '.join(near)}." if near else f"Registered: {_listed(snapshot.names())}."
         )
-    if match["version"]:
-        route = snapshot.versions.get(f"{name}/{int(match['version'])}")
+    if number:
+        route = model.versions.get(int(number))
         if route is None:
-            raise _not_found(reference, f"{name} has the versions {_listed([str(route.version) for route in known])}.")
+            raise _not_found(reference, f"{name} serves the versions {_listed([*map(str, model.versions)])}.")
         return route
-    number = snapshot.aliases.get(f"{name}@{alias}")
-    if number is None:
-        aliases = sorted(snapshot.aliases_of(name))
+    split = model.aliases.get(alias or default_alias)
+    if split is None:
+        aliases = sorted(model.aliases)
+        newest = next(reversed(model.versions.values()), None)
         raise _not_found(
             reference,
             f"{name} has {f'the aliases {_listed(aliases)}' if aliases else 'no alias yet'} "
-            f"and the versions {_listed([str(route.version) for route in known])}; "
-            f"ask for {known[-1].id}, or promote one.",
+            f"and the versions {_listed([*map(str, model.versions)])}"
+            + (f"; ask for {newest.id}, or promote one." if newest else "."),
         )
-    return snapshot.versions[f"{name}/{number}"]
+    return model.versions[_pick(split, f"{name}@{alias or default_alias}", key)]
+
+
+def _pick(split: Split, salt: str, key: str | None) -> int:
+    if len(split) == 1:
+        return next(iter(split))
+    if key is None:
+        return heaviest(split)
+    # Salted with the alias: whoever is a canary's user here must not be every canary's user.
+    point = int.from_bytes(blake2b(f"{salt}\0{key}".encode(), digest_size=8).digest(), "big") / 2**64
+    for number in sorted(split):
+        point -= split[number]
+        if point < 0:
+            return number
+    return max(split)
 
 
 def _not_found(reference: str, hint: str) -> RequestError:

@@ -1,37 +1,48 @@
 """What a person or the command line is shown of the registry. Pure: each view is a function of a `State`."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from actors.registry.lineage import Link, chain
-from actors.registry.mirror import MirrorStatus
-from actors.registry.snapshot import Kind, resolve
-from actors.registry.state import (
+from actors.registry.facts import (
     AliasMove,
     CheckpointFact,
+    Collected,
     EvaluationFact,
+    Event,
+    ExternalMove,
+    GateBegun,
+    GateEnded,
+    Pinned,
+    Restored,
+    Retired,
     RunFact,
     RunStatus,
-    State,
+    Stage,
     Version,
-    snapshot,
-    unknown,
-    version_of,
 )
+from actors.registry.lineage import Link, chain
+from actors.registry.mirror import MirrorStatus
+from actors.registry.serving import Holding, Traffic
+from actors.registry.snapshot import Kind, Split, resolve
+from actors.registry.state import State, snapshot, unknown, version_of
 from cluster.config import Config
 from cluster.errors import RequestError
 
 
 class ModelView(Config):
-    """One registered name."""
+    """One registered name. `aliases` names the version with most of an alias's traffic, `splits` all of them."""
 
     name: str
     kind: Kind
     base: str
     versions: tuple[Version, ...]
     """Oldest first."""
+    stages: tuple[Stage, ...]
+    """Stage of each version."""
     aliases: dict[str, int]
+    splits: dict[str, Split]
 
 
 class RunView(Config):
@@ -45,10 +56,17 @@ class RunView(Config):
 
 
 class VersionView(Config):
-    """One version with all that is known of it. `passed` is its evaluation's gate."""
+    """One version with all that is known of it."""
 
     version: Version
+    stage: Stage
+    gate: GateEnded | None
+    """The last verdict of a gate on it."""
+    pinned: Pinned | None
+    collected: bool
+    """Whether its files have been freed."""
     aliases: tuple[str, ...]
+    """Aliases that give it traffic."""
     moves: tuple[AliasMove, ...]
     """Moves of aliases to this version, oldest first."""
     evaluation: EvaluationFact | None
@@ -61,11 +79,45 @@ class HistoryEntry(Config):
 
     at: datetime
     by: str
-    what: Literal["registered", "promote", "rollback"]
-    version: int
+    what: Literal[
+        "registered",
+        "gate begun",
+        "gate passed",
+        "gate blocked",
+        "gate abandoned",
+        "promote",
+        "rollback",
+        "external",
+        "external refused",
+        "retired",
+        "pinned",
+        "unpinned",
+        "files freed",
+        "files restored",
+    ]
+    version: int | None
     alias: str | None = None
+    split: Split | None = None
     previous: int | None = None
+    forced: bool = False
     why: str = ""
+
+
+class LiveView(Config):
+    """Where an alias stood at a moment, and the move that had put it there, with the gate's last word before that."""
+
+    alias: str
+    split: Split
+    move: AliasMove
+    gates: tuple[GateEnded, ...]
+
+
+class Difference(Config):
+    """One fact in which two versions differ."""
+
+    fact: str
+    first: str
+    second: str
 
 
 class RegistryStatus(Config):
@@ -86,36 +138,56 @@ class RegistryStatus(Config):
 
 def models(state: State) -> tuple[ModelView, ...]:
     """Every registered name."""
+    splits: dict[str, dict[str, Split]] = {}
+    for (name, alias), standing in state.standing.items():
+        splits.setdefault(name, {})[alias] = standing[-1]
     return tuple(
         ModelView(
             name=name,
             kind=versions[-1].kind,
             base=versions[-1].base,
             versions=versions,
-            aliases=state.aliases(name),
+            stages=tuple(state.stages[version.id] for version in versions),
+            aliases=state.aliases(name) if name in splits else {},
+            splits=splits.get(name, {}),
         )
         for name, versions in sorted(state.versions.items())
     )
 
 
-def version(state: State, reference: str) -> VersionView:
+def find(state: State, reference: str) -> Version:
     """The version that `name`, `name@alias` or `name/3` means; a name without a champion means its newest version."""
+    name, slash, number = reference.partition("/")
+    if slash and number.isdecimal():
+        # Also one that is not served any more.
+        return version_of(state, name, int(number))
     try:
         route = resolve(snapshot(state), reference)
-        found = version_of(state, route.name, route.version)
+        return version_of(state, route.name, route.version)
     except RequestError:
         if reference not in state.versions:
             raise
-        found = state.versions[reference][-1]
+        return state.versions[reference][-1]
+
+
+def version(
+    state: State, reference: str, *, holdings: Sequence[Holding] = (), traffic: Sequence[Traffic] = ()
+) -> VersionView:
+    """All about the version that `reference` means (see `find`)."""
+    found = find(state, reference)
     moves = [move for (name, _), moves in state.moves.items() if name == found.name for move in moves]
     event = state.entries.get(found.evaluation_id) if found.evaluation_id else None
     return VersionView(
         version=found,
-        aliases=tuple(sorted(alias for alias, number in state.aliases(found.name).items() if number == found.number)),
-        moves=tuple(sorted((move for move in moves if move.version == found.number), key=lambda move: move.at)),
+        stage=state.stages[found.id],
+        gate=state.verdict(found.id),
+        pinned=state.pins.get(found.id),
+        collected=found.id in state.collected,
+        aliases=tuple(sorted(alias for alias, split in state.splits(found.name).items() if found.number in split)),
+        moves=tuple(sorted((move for move in moves if found.number in move.split), key=lambda move: move.at)),
         evaluation=event.fact if event is not None and isinstance(event.fact, EvaluationFact) else None,
         run=run(state, found.run_id) if found.run_id else None,
-        lineage=tuple(chain(state, found.id)),
+        lineage=tuple(chain(state, found.id, holdings=holdings, traffic=traffic)),
     )
 
 
@@ -149,30 +221,84 @@ def history(state: State, name: str) -> tuple[HistoryEntry, ...]:
     """Everything that happened to `name`, oldest first; `RequestError` (404) if it is not registered."""
     if name not in state.versions:
         raise unknown(state, name)
-    entries = []
-    for event in state.entries.values():
-        match event.fact:
-            case Version(name=owner) as fact if owner == name:
-                entries.append(HistoryEntry(at=event.at, by=event.by, what="registered", version=fact.number))
-            case AliasMove(name=owner) as move if owner == name:
-                entries.append(
-                    HistoryEntry(
-                        at=move.at,
-                        by=move.by,
-                        what=move.action,
-                        version=move.version,
-                        alias=move.alias,
-                        previous=move.previous,
-                        why=move.why,
-                    )
-                )
-    return tuple(entries)
+    return tuple(entry for event in state.history[name] for entry in _happened(event, name))
 
 
-def aliases_at(state: State, name: str, moment: datetime) -> dict[str, int]:
-    """Where the aliases of `name` stood at `moment`; `RequestError` if it is not registered or has no time zone."""
+def live_at(state: State, name: str, moment: datetime) -> tuple[LiveView, ...]:
+    """What every alias of `name` stood at, at `moment`, and why.
+
+    `RequestError` if the name is not registered or the moment has no time zone.
+    """
     if name not in state.versions:
         raise unknown(state, name)
     if moment.tzinfo is None:
-        raise RequestError(f"{moment} has no time zone.", param="at", hint="Write 2026-01-31T12:00:00+00:00.")
-    return state.aliases_at(name, moment)
+        raise RequestError(f"{moment} has no time zone.", param="at", hint="Write 2026-01-31T12:00Z.")
+    return tuple(
+        LiveView(alias=alias, split=move.split, move=move, gates=_gates_before(state, move))
+        for alias, move in sorted(state.moves_at(name, moment).items())
+    )
+
+
+def differences(first: Version, second: Version) -> tuple[Difference, ...]:
+    """The facts in which two versions differ, by name."""
+    ours, theirs = _flat(first.model_dump(mode="json")), _flat(second.model_dump(mode="json"))
+    return tuple(
+        Difference(fact=fact, first=ours.get(fact, "—"), second=theirs.get(fact, "—"))
+        for fact in dict.fromkeys((*ours, *theirs))
+        if ours.get(fact) != theirs.get(fact) and fact not in ("id", "number", "path", "source_path")
+    )
+
+
+def _flat(value: object, prefix: str = "") -> dict[str, str]:
+    if isinstance(value, dict):
+        return {key: text for name, each in value.items() for key, text in _flat(each, f"{prefix}{name}.").items()}
+    return {} if value in (None, "", []) else {prefix.removesuffix("."): str(value)}
+
+
+def _gates_before(state: State, move: AliasMove) -> tuple[GateEnded, ...]:
+    """For each version of a move the last verdict that stood when it was made."""
+    found: dict[int, GateEnded] = {}
+    for event in state.history[move.name]:
+        if isinstance(event.fact, GateEnded) and event.at <= move.at and event.fact.outcome != "abandoned":
+            number = int(event.fact.gate_id.partition("#")[0].rpartition("/")[2])
+            if number in move.split:
+                found[number] = event.fact
+    return tuple(found[number] for number in sorted(found))
+
+
+def _happened(event: Event, name: str) -> list[HistoryEntry]:
+    def entry(
+        what: str,
+        version_id: str | None,
+        why: str = "",
+        **more: object,
+    ) -> HistoryEntry:
+        number = int(version_id.rpartition("/")[2]) if version_id else None
+        return HistoryEntry.model_validate(
+            {"at": event.at, "by": event.by, "what": what, "version": number, "why": why, **more}
+        )
+
+    match event.fact:
+        case Version() as fact:
+            origin = f"imported: {fact.origin.version_id} of {fact.origin.exported_by}" if fact.origin else ""
+            return [entry("registered", fact.id, origin)]
+        case GateBegun() as fact:
+            return [entry("gate begun", fact.version_id)]
+        case GateEnded() as fact:
+            return [entry(f"gate {fact.outcome}", fact.gate_id.partition("#")[0], fact.reason)]
+        case AliasMove() as move:
+            more = {"alias": move.alias, "split": move.split, "previous": move.previous, "forced": move.forced}
+            return [entry(move.action, f"{name}/{move.version}", move.why, **more)]
+        case ExternalMove() as fact:
+            version_id = f"{name}/{fact.version}" if fact.version else None
+            return [entry("external refused", version_id, f"in {fact.where}: {fact.refused}", alias=fact.alias)]
+        case Retired() as fact:
+            return [entry("retired", fact.version_id, fact.why)]
+        case Pinned() as fact:
+            return [entry("pinned" if fact.pinned else "unpinned", fact.version_id, fact.why)]
+        case Collected() as fact:
+            return [entry("files freed", id_) for id_ in fact.version_ids if id_.rpartition("/")[0] == name]
+        case Restored() as fact:
+            return [entry("files restored", fact.version_id)]
+        case _:
+            return []
