@@ -5,6 +5,7 @@ The environment is prepared at import, before any test module can import ray, vl
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +17,20 @@ from cluster import environment
 # Models cost a conversion; a developer may keep them between sessions by setting FLYWHEEL_TEST_HOME.
 _KEPT = os.environ.get("FLYWHEEL_TEST_HOME")
 _ROOT = Path(_KEPT) if _KEPT else Path(tempfile.mkdtemp(prefix="flywheel-test-"))
-os.environ.pop(environment.RAY_ADDRESS, None)
+for _named in (environment.RAY_ADDRESS, environment.DATABASE_URI, environment.TRACKING_URI):
+    os.environ.pop(_named, None)
 os.environ[environment.HOME] = str(_ROOT)
 environment.prepare(_ROOT)
 
 from actors.registry.client import RegistryClient  # noqa: E402
 from cluster.session import Session, connect  # noqa: E402
 from cluster.storage import Home  # noqa: E402
+from tests.postgres import Postgres, server  # noqa: E402
 from tests.serving import ServeApp, running  # noqa: E402
+
+
+# A shell that starts pytest in its background has it ignore Ctrl-C, and what we start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +56,13 @@ def ray_session(home: Home) -> Iterator[Session]:
 def registry(home: Home, ray_session: Session) -> RegistryClient:
     """The session's registry actor."""
     return RegistryClient.start(home)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """The one PostgreSQL of the session, real, on loopback; each test makes databases of its own in it."""
+    with server() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
