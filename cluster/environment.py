@@ -14,6 +14,12 @@ from cluster.errors import ConfigError
 HOME: Final = "FLYWHEEL_HOME"
 """Folder of everything Flywheel keeps: models, data versions, runs, databases, logs, caches."""
 
+DATABASE_URI: Final = "FLYWHEEL_DATABASE_URI"
+"""Where the registry keeps its log: `postgresql://user:password@host/name` or `sqlite:////path`. Unset: in the home."""
+
+TRACKING_URI: Final = "FLYWHEEL_TRACKING_URI"
+"""MLflow: `postgresql://…`, `sqlite:////…`, or the `http://…` of a tracking server. Unset: in the home."""
+
 RAY_ADDRESS: Final = "RAY_ADDRESS"
 """Address of a running Ray cluster. Unset: Flywheel starts Ray in-process and stops it at the end."""
 
@@ -52,6 +58,24 @@ def home() -> Path:
             f"There is no home folder for {HOME}={named}." if named else "This user has no home folder.",
             hint=f"Set {HOME} to a folder that can be written.",
         ) from None
+
+
+def database_uri() -> str | None:
+    """`FLYWHEEL_DATABASE_URI`, None if it is not set; `ConfigError` for a relative path."""
+    return _uri(DATABASE_URI)
+
+
+def tracking_uri() -> str | None:
+    """`FLYWHEEL_TRACKING_URI`, None if it is not set; `ConfigError` for a relative path."""
+    return _uri(TRACKING_URI)
+
+
+def _uri(name: str) -> str | None:
+    uri = os.environ.get(name, "").strip()
+    if uri.startswith("sqlite:") and not uri.startswith("sqlite:////"):
+        # Relative to what? The registry and the trainers are other processes, on other machines.
+        raise ConfigError(f"{name}={uri} is not an absolute path.", hint="Write sqlite:////absolute/path.db.")
+    return uri or None
 
 
 def require_usable(root: Path) -> Path:
@@ -98,7 +122,11 @@ def prepare(root: Path | None = None) -> Path:
 
 
 def for_workers() -> dict[str, str]:
-    """The variables that Ray workers must see: ours and the libraries', as this process has them."""
+    """The variables that Ray workers must see: ours and the libraries', as this process has them.
+
+    The URIs of databases are not among them: they may hold a password, and Ray shows these variables in its
+    dashboard. Who needs a URI is given it.
+    """
     names = {HOME, CODE_COMMIT, "HF_HUB_OFFLINE", *library_settings_names()}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 

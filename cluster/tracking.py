@@ -14,23 +14,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
+from sqlalchemy import Engine, inspect, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from cluster.database import open_engine, sqlite_uri
+from cluster import environment
+from cluster.database import open_engine, scrub, sqlite_path, sqlite_uri, transaction, uri_for_others, without_password
 from cluster.errors import DependencyError
 from cluster.storage import PARTIAL_PREFIX, Home
 
 TrackedStatus = Literal["running", "completed", "failed", "stopped"]
 
+_CREATION_LOCK: Final = 0x666C79776865656C
+"""Number of the advisory lock under which a PostgreSQL database becomes MLflow's ("flywheel")."""
+
 KEY_TAG: Final = "flywheel.id"
 """Tag by which a run or a version that we made is found again."""
 
+_PAGE: Final = 200
 _STATUS: Final[Mapping[TrackedStatus, str]] = {
     "running": "RUNNING",
     "completed": "FINISHED",
     "failed": "FAILED",
     "stopped": "KILLED",
 }
+_logger = logging.getLogger(__name__)
 _REFUSALS: Final = frozenset(
     {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "PERMISSION_DENIED"}
 )
@@ -98,43 +105,51 @@ class Tracker(Protocol):
         """Tags by number of the versions that have been put."""
         ...
 
+    def drop_alias(self, name: str, alias: str) -> None:
+        """Take an alias away; one that is not there is no error."""
+        ...
+
+    def tag_version(self, name: str, number: int, tags: Mapping[str, str]) -> None:
+        """Set tags of a version that has been put."""
+        ...
+
     def aliases(self, name: str) -> dict[str, int]:
         """Number of the version each alias points to."""
         ...
 
+    def all_aliases(self) -> dict[str, dict[str, int | None]]:
+        """`aliases` of every model; None for one that points to a version that we have not put."""
+        ...
 
-def prepare_tracking(home: Home) -> str:
-    """URI of this installation's MLflow database, created whole if it does not exist.
 
-    Several processes that open a fresh MLflow database at once break it for good (mlflow 3.17), so one makes it
-    beside its place, under a lock, and moves it there when it is finished. Takes seconds the first time, no time later.
+def prepare_tracking(home: Home, uri: str | None = None) -> str:
+    """URI of the MLflow behind this installation, its database created whole if it does not exist.
+
+    That is `uri`, or what `FLYWHEEL_TRACKING_URI` says, or a SQLite file in `home`. A database takes seconds the first
+    time and nothing later; a server (`http://…`) is not asked at all.
+    Several processes that open a fresh MLflow database at once break it for good (mlflow 3.17), so one makes it: a
+    file beside its place, under a lock, moved there when it is finished; in PostgreSQL under a lock of the server's.
     """
-    target = home.tracking_database
-    uri = sqlite_uri(target)
-    if target.exists():
+    uri = uri or environment.tracking_uri() or sqlite_uri(home.tracking_database)
+    if _is_server(uri):
         return uri
-    home.root.mkdir(parents=True, exist_ok=True)
-    with _locked(home.root / f"{target.name}.lock"):
-        if target.exists():
-            return uri
-        scratch = target.with_name(f"{PARTIAL_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
-        started_s = time.monotonic()
-        try:
-            _create(scratch, home.tracking_artifacts)
-            scratch.rename(target)
-        finally:
-            for leftover in scratch.parent.glob(f"{scratch.name}*"):
-                leftover.unlink()
-        logging.getLogger(__name__).info("created %s in %.1f s", target, time.monotonic() - started_s)
+    file = sqlite_path(uri)
+    if file is None:
+        _prepare_server_database(uri, home.tracking_artifacts)
+    elif not file.exists():
+        _prepare_file(file, home.tracking_artifacts)
     return uri
 
 
 class MlflowTracker:
-    """MLflow at a tracking URI: a database (`sqlite:///…`, `postgresql://…`) or a server (`http://…`)."""
+    """MLflow at a tracking URI: a database (`sqlite:///…`, `postgresql://…`) or a server (`http://…`).
+
+    A database has been through `prepare_tracking`.
+    """
 
     def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._served = uri.startswith(("http://", "https://"))
+        self._served = _is_server(uri)
+        self._uri = uri = uri if self._served else uri_for_others(uri)
         with _translated(uri):
             from mlflow import MlflowClient  # 2 s
 
@@ -213,6 +228,38 @@ class MlflowTracker:
             tags = {alias: self._client.get_model_version(name, version).tags for alias, version in theirs.items()}
         return {alias: _number(of) for alias, of in tags.items() if KEY_TAG in of}
 
+    def drop_alias(self, name: str, alias: str) -> None:
+        with _translated(self._uri):
+            self._client.delete_registered_model_alias(name, alias)
+
+    def tag_version(self, name: str, number: int, tags: Mapping[str, str]) -> None:
+        with _translated(self._uri):
+            theirs = self._find(name, f"{name}/{number}")
+            if theirs is None:
+                raise DependencyError(f"MLflow does not show {name}/{number}.", retryable=False)
+            for key, value in tags.items():
+                self._client.set_model_version_tag(name, theirs, key, value)
+
+    def all_aliases(self) -> dict[str, dict[str, int | None]]:
+        found: dict[str, dict[str, int | None]] = {}
+        page: str | None = None
+        with _translated(self._uri):
+            while True:
+                models = self._client.search_registered_models(max_results=_PAGE, page_token=page)
+                for model in models:
+                    found[model.name] = {
+                        alias: self._our_number(model.name, str(version)) for alias, version in model.aliases.items()
+                    }
+                page = models.token
+                if not page:
+                    return found
+
+    def _our_number(self, name: str, theirs: str) -> int | None:
+        if (name, theirs) not in self._numbers:
+            tags = self._client.get_model_version(name, theirs).tags
+            self._numbers[name, theirs] = _number(tags) if KEY_TAG in tags else None
+        return self._numbers[name, theirs]
+
     def _find(self, name: str, key: str) -> str | None:
         """MLflow's number of our version. It differs from ours if somebody registers there by hand."""
         found = self._client.search_model_versions(f"name = '{name}' and tags.`{KEY_TAG}` = '{key}'", max_results=1)
@@ -283,6 +330,20 @@ class MemoryTracker:
         self._reach()
         return {number: dict(tags) for number, tags in self._versions.get(name, {}).items()}
 
+    def drop_alias(self, name: str, alias: str) -> None:
+        self._reach()
+        self._aliases.get(name, {}).pop(alias, None)
+
+    def tag_version(self, name: str, number: int, tags: Mapping[str, str]) -> None:
+        self._reach()
+        if number not in self._versions.get(name, {}):
+            raise DependencyError(f"There is no {name}/{number}.", retryable=False)
+        self._versions[name][number] |= tags
+
+    def all_aliases(self) -> dict[str, dict[str, int | None]]:
+        self._reach()
+        return {name: dict(self._aliases.get(name, {})) for name in self._versions}
+
     def aliases(self, name: str) -> dict[str, int]:
         self._reach()
         if name not in self._versions:
@@ -300,18 +361,65 @@ class MemoryTracker:
             raise DependencyError("The tracker is down.", hint="Set `down` to False.")
 
 
-def _create(database: Path, artifacts: Path) -> None:
+def _prepare_file(target: Path, artifacts: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(f"{target.name}.lock")):
+        if target.exists():
+            return
+        scratch = target.with_name(f"{PARTIAL_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            _create(sqlite_uri(scratch), artifacts)
+            # The write-ahead log is a property of the file: trainers can log while the registry reads.
+            engine = open_engine(sqlite_uri(scratch))
+            engine.connect().close()
+            engine.dispose()
+            scratch.rename(target)
+        finally:
+            for leftover in scratch.parent.glob(f"{scratch.name}*"):
+                leftover.unlink()
+
+
+def _prepare_server_database(uri: str, artifacts: Path) -> None:
+    engine = open_engine(uri)
+    try:
+        if _created(engine):
+            return
+        with engine.connect() as session, _translated(uri):
+            # Outside a transaction, which the server would end as idle while MLflow creates its tables. The lock goes
+            # with the session, also when we die.
+            session.execution_options(isolation_level="AUTOCOMMIT")
+            session.execute(text("SET lock_timeout = '120s'"))
+            session.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": _CREATION_LOCK})
+            if not _created(engine):
+                _create(uri_for_others(uri), artifacts)
+            session.execute(text("SELECT pg_advisory_unlock(:lock)"), {"lock": _CREATION_LOCK})
+            session.invalidate()
+    finally:
+        engine.dispose()
+
+
+def _created(engine: Engine) -> bool:
+    """MLflow's migrations are one transaction, which writes this row last."""
+    with transaction(engine) as connection:
+        if not inspect(connection).has_table("alembic_version"):
+            return False
+        return connection.execute(text("SELECT 1 FROM alembic_version")).first() is not None
+
+
+def _create(uri: str, artifacts: Path) -> None:
+    started_s = time.monotonic()
     for noisy in ("mlflow.store.db.utils", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # 2 s
 
-    with _translated(sqlite_uri(database)):
-        store = SqlAlchemyStore(sqlite_uri(database), str(artifacts))
+    with _translated(uri):
+        store = SqlAlchemyStore(uri, str(artifacts))
         store.engine.dispose()
-    # The write-ahead log is a property of the file: trainers can log while the registry reads.
-    engine = open_engine(sqlite_uri(database))
-    engine.connect().close()
-    engine.dispose()
+    _logger.info("created MLflow's tables in %s in %.1f s", without_password(uri), time.monotonic() - started_s)
+
+
+def _is_server(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
 
 
 @contextmanager
@@ -331,12 +439,12 @@ def _translated(uri: str) -> Iterator[None]:
         yield
     except MlflowException as error:
         raise DependencyError(
-            f"MLflow at {_shown(uri)} refused or failed: {_first_line(error, uri)}",
+            f"MLflow at {shown_uri(uri)} refused or failed: {_first_line(error, uri)}",
             hint="Check that it runs and that its database is of this MLflow's version (`mlflow db upgrade`).",
             retryable=error.error_code not in _REFUSALS,
         ) from error
     except (SQLAlchemyError, RequestException, OSError) as error:
-        raise DependencyError(f"MLflow at {_shown(uri)} cannot be reached: {_first_line(error, uri)}") from error
+        raise DependencyError(f"MLflow at {shown_uri(uri)} cannot be reached: {_first_line(error, uri)}") from error
 
 
 def _unless_exists(create: Callable[..., Any], *arguments: Any) -> None:
@@ -356,10 +464,13 @@ def _number(tags: Mapping[str, str]) -> int:
 
 def _first_line(error: BaseException, uri: str) -> str:
     """What happened, in a line; MLflow repeats the URI in it, with the password."""
-    return (str(error).splitlines() or [type(error).__name__])[0].replace(uri, _shown(uri))
+    line = (str(error).splitlines() or [type(error).__name__])[0].replace(uri, shown_uri(uri))
+    return line if _is_server(uri) else scrub(line, uri)
 
 
-def _shown(uri: str) -> str:
-    """`uri` without a password."""
+def shown_uri(uri: str) -> str:
+    """A tracking URI as it may be shown and logged: without a password."""
+    if not _is_server(uri):
+        return without_password(uri)
     scheme, sign, rest = uri.partition("://")
     return f"{scheme}{sign}{rest.rpartition('@')[2]}"

@@ -1,12 +1,14 @@
 """What the driver tells its workers and hears back: plain picklable values, readable without torch or Ray."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.training.config import TrainConfig
 from cluster.errors import FlywheelError
+from cluster.models import StoredModel
 from cluster.progress import Sink
+from cluster.storage import Home
 
 OnCheckpoint = Callable[[str, int, str, Mapping[str, float]], None]
 """Called on rank 0 with (checkpoint id, step, folder, metrics) once the checkpoint is durable.
@@ -20,11 +22,13 @@ class Job:
 
     config: TrainConfig
     run_id: str
-    base_name: str
-    base_path: Path
+    base: StoredModel
+    home: Home
+    """Whose keys are trusted."""
     rows: int
     run_folder: Path
-    tracking_uri: str
+    # Ray Train keeps the repr of what its workers are given and shows it; a URI may hold a password.
+    tracking_uri: str = field(repr=False)
     tracking_run_id: str | None
     """The tracker's id of the run; None if nobody shows it."""
     sink: Sink

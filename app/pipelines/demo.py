@@ -27,6 +27,7 @@ from cluster.errors import ConfigError
 from cluster.models import served_name
 from cluster.session import Beacon, require_free_port
 from cluster.storage import Home
+from cluster.tracking import shown_uri
 
 STAGES = 8
 _QUESTIONS = 4
@@ -109,7 +110,7 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
                 retrieval=retrieval,
                 url=url,
                 dashboard_url=session.dashboard_url,
-                tracking_uri=standing.tracking_uri,
+                tracking_uri=shown_uri(standing.tracking_uri),
                 base_name=base_name,
                 adapter_name=adapter_name,
             )
