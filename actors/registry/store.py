@@ -22,13 +22,17 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    func,
     insert,
+    inspect,
+    literal,
     select,
     update,
 )
+from sqlalchemy.schema import CreateTable
 
-from actors.registry.state import Event, Fact, decode, encode
-from cluster.database import open_engine, transaction, without_password
+from actors.registry.facts import Event, Fact, decode, encode
+from cluster.database import open_engine, sqlite_path, transaction, without_password
 from cluster.errors import DependencyError, StateError
 
 _SCHEMA: Final = MetaData()
@@ -64,8 +68,9 @@ class EventStore(Protocol):
     def append(self, facts: Sequence[Fact], *, after: int, at: datetime, by: str) -> tuple[Event, ...]:
         """Add `facts` behind event number `after`, all or none, and return them as events.
 
-        `StateError` if a newer writer has taken over. `DependencyError` if the database fails: then it is unknown
-        whether they stand in the log, and the caller has to `read` before it goes on.
+        `StateError` if a newer writer has taken over. `DependencyError` if the database fails or the log does not
+        end at `after`: then it is unknown whether they stand in the log, and the caller has to `read` before it
+        goes on.
         """
         ...
 
@@ -95,15 +100,14 @@ class SqlEventStore:
         _create_tables(self._engine)
         with transaction(self._engine) as connection:
             # Write first: on SQLite a transaction that begins with a read cannot wait for a lock later.
-            taken = connection.execute(update(_WRITER).where(_WRITER.c.id == 1).values(epoch=_WRITER.c.epoch + 1))
-            if taken.rowcount == 0:
-                connection.execute(insert(_WRITER).values(id=1, epoch=1))
+            connection.execute(update(_WRITER).where(_WRITER.c.id == 1).values(epoch=_WRITER.c.epoch + 1))
             self.epoch: int = connection.execute(select(_WRITER.c.epoch).where(_WRITER.c.id == 1)).scalar_one()
 
     def append(self, facts: Sequence[Fact], *, after: int, at: datetime, by: str) -> tuple[Event, ...]:
         events = _events(facts, after, at, by)
         with transaction(self._engine) as connection:
             self._hold(connection)
+            _require_end(connection.execute(select(func.max(_EVENTS.c.seq))).scalar_one() or 0, after)
             connection.execute(
                 insert(_EVENTS),
                 [
@@ -147,10 +151,18 @@ class SqlEventStore:
 
 
 def read_log(uri: str) -> list[Event]:
-    """Every event of the log at `uri`, for someone who only looks: it fences nobody and creates nothing."""
+    """Every event of the log at `uri`, for someone who only looks: it fences nobody and creates nothing.
+
+    Where no registry has ever been started there are none.
+    """
+    file = sqlite_path(uri)
+    if file is not None and not file.exists():
+        return []
     engine = open_engine(uri)
     try:
-        return _read(engine, 0, None)
+        with transaction(engine) as connection:
+            begun = inspect(connection).has_table(_EVENTS.name)
+        return _read(engine, 0, None) if begun else []
     finally:
         engine.dispose()
 
@@ -174,8 +186,7 @@ class MemoryEventStore:
 
     def append(self, facts: Sequence[Fact], *, after: int, at: datetime, by: str) -> tuple[Event, ...]:
         self._hold()
-        if after != len(self._log.events):
-            raise DependencyError(f"The log has {len(self._log.events)} events, not {after}.")
+        _require_end(len(self._log.events), after)
         events = _events(facts, after, at, by)
         self._log.events += events
         return events
@@ -213,12 +224,31 @@ def _events(facts: Sequence[Fact], after: int, at: datetime, by: str) -> tuple[E
 
 def _create_tables(engine: Engine) -> None:
     try:
-        with transaction(engine) as connection:
-            _SCHEMA.create_all(connection)
+        _create_missing(engine)
     except DependencyError:
-        # Two first starts at once: the other one has created them, or the database really fails, and says so here.
-        with transaction(engine) as connection:
-            _SCHEMA.create_all(connection)
+        # Several first starts at once, and PostgreSQL let one of them through: it has created everything. Or the
+        # database really fails, and says so here.
+        _create_missing(engine)
+
+
+def _create_missing(engine: Engine) -> None:
+    with transaction(engine) as connection:
+        # Looked for first: PostgreSQL asks for the right to create tables even where there is nothing to create.
+        there = set(inspect(connection).get_table_names())
+        for table in _SCHEMA.sorted_tables:
+            if table.name not in there:
+                connection.execute(CreateTable(table, if_not_exists=True))
+        if _WRITER.name not in there or connection.execute(select(func.count()).select_from(_WRITER)).scalar_one() == 0:
+            first = select(literal(1), literal(0)).where(~select(_WRITER).exists())
+            connection.execute(insert(_WRITER).from_select(["id", "epoch"], first))
+
+
+def _require_end(end: int, after: int) -> None:
+    if end != after:
+        raise DependencyError(
+            f"The registry's log ends at event {end}, not at {after}; nothing was added to it.",
+            hint="An answer of the database was lost, or somebody else wrote. The same command again reads the log first.",
+        )
 
 
 def _fenced(database: str, epoch: int) -> StateError:
