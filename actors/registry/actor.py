@@ -178,7 +178,7 @@ class Registry:
         """Keep the files of a version, or let go of them."""
         return await self._commit(command, command.by, Pinned)
 
-    async def collect(self, min_age_s: float, dry_run: bool, by: str) -> Collection:
+    async def collect(self, min_age_s: float, dry_run: bool, by: str) -> views.Collection:
         """Free what nothing reaches and what is older than `min_age_s`; `dry_run`: say only what that is."""
         return await self._in_thread(self._files, partial(self._collect, min_age_s, dry_run, by))
 
@@ -340,7 +340,7 @@ class Registry:
         _logger.warning("%s@%s was moved in MLflow and is put back: %s", move.name, move.alias, refused)
         return False
 
-    def _collect(self, min_age_s: float, dry_run: bool, by: str) -> Collection:
+    def _collect(self, min_age_s: float, dry_run: bool, by: str) -> views.Collection:
         raise NotImplementedError
 
     def _seen(self, state: State) -> Snapshot:

@@ -38,13 +38,13 @@ from actors.registry.facts import (
     Version,
     VersionFact,
 )
-from actors.registry.gc import Collection
 from actors.registry.lineage import Link
 from actors.registry.rules import BeginGate, Pin, Promote, Register, Retire, Rollback
 from actors.registry.serving import ServingReport
 from actors.registry.snapshot import Change, Snapshot, Split
 from actors.registry.upload import stage
-from actors.registry.views import HistoryEntry, LiveView, ModelView, RegistryStatus, RunView, VersionView
+from actors.registry.views import Collection, HistoryEntry, LiveView, ModelView, RegistryStatus, RunView, VersionView
+from cluster import environment
 from cluster.database import sqlite_uri, without_password
 from cluster.errors import DependencyError, FlywheelError, StateError
 from cluster.progress import Sink, silent

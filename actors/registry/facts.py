@@ -224,7 +224,8 @@ class AliasMove(Fact):
 
     `split` is the share of traffic of each version, `version` the one with the largest; `previous_split` and
     `previous` are the same of where it stood before (empty and None: it is new). `command` is the caller's id of the
-    request. `external`: somebody moved it in MLflow, and it was followed. `forced`: without a passed gate.
+    request. `gates` are the last verdicts that stood on its versions. `external`: somebody moved it in MLflow, and it
+    was followed. `forced`: without a passed gate.
     """
 
     event: ClassVar[str] = "alias"
@@ -240,6 +241,7 @@ class AliasMove(Fact):
     at: datetime
     action: Literal["promote", "rollback", "external"] = "promote"
     forced: bool = False
+    gates: tuple[str, ...] = ()
     command: str
 
     @model_validator(mode="before")

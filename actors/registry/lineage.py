@@ -220,7 +220,7 @@ def _parents(state: State, fact: Fact) -> tuple[str, ...]:
             verdict = state.verdicts.get(fact.id)
             above = (fact.version_id, verdict.evaluation_id if verdict else None)
         case AliasMove():
-            above = tuple(f"{fact.name}/{number}" for number in fact.split)
+            above = (*fact.gates, *(f"{fact.name}/{number}" for number in fact.split))
         case ExternalMove():
             above = (f"{fact.name}/{fact.version}",) if fact.version else ()
         case Retired():

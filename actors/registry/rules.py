@@ -389,6 +389,7 @@ def _move(
     state: State, command: Promote | Rollback, split: Split, now: datetime, *, action: str, forced: bool
 ) -> AliasMove:
     current = state.split(command.name, command.alias)
+    verdicts = [state.verdict(f"{command.name}/{number}") for number in split]
     ordinal = len(state.moves.get((command.name, command.alias), ())) + 1
     return AliasMove.model_validate(
         {
@@ -404,6 +405,7 @@ def _move(
             "at": now,
             "action": action,
             "forced": forced,
+            "gates": [verdict.gate_id for verdict in verdicts if verdict],
             "command": command.command,
         }
     )

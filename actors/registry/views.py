@@ -120,6 +120,23 @@ class Difference(Config):
     second: str
 
 
+class Freed(Config):
+    """Something that was (or, in a dry run, would be) deleted, and why nothing needs it."""
+
+    what: str
+    path: Path
+    size_bytes: int
+    why: str
+
+
+class Collection(Config):
+    """What a garbage collection freed, and why the rest stays, by version id."""
+
+    dry_run: bool
+    freed: tuple[Freed, ...]
+    kept: dict[str, str]
+
+
 class RegistryStatus(Config):
     """The registry itself. `events` is the length of its log, `mirror` is None if nothing is behind it."""
 
@@ -234,7 +251,7 @@ def live_at(state: State, name: str, moment: datetime) -> tuple[LiveView, ...]:
     if moment.tzinfo is None:
         raise RequestError(f"{moment} has no time zone.", param="at", hint="Write 2026-01-31T12:00Z.")
     return tuple(
-        LiveView(alias=alias, split=move.split, move=move, gates=_gates_before(state, move))
+        LiveView(alias=alias, split=move.split, move=move, gates=tuple(state.verdicts[gate] for gate in move.gates))
         for alias, move in sorted(state.moves_at(name, moment).items())
     )
 
@@ -253,17 +270,6 @@ def _flat(value: object, prefix: str = "") -> dict[str, str]:
     if isinstance(value, dict):
         return {key: text for name, each in value.items() for key, text in _flat(each, f"{prefix}{name}.").items()}
     return {} if value in (None, "", []) else {prefix.removesuffix("."): str(value)}
-
-
-def _gates_before(state: State, move: AliasMove) -> tuple[GateEnded, ...]:
-    """For each version of a move the last verdict that stood when it was made."""
-    found: dict[int, GateEnded] = {}
-    for event in state.history[move.name]:
-        if isinstance(event.fact, GateEnded) and event.at <= move.at and event.fact.outcome != "abandoned":
-            number = int(event.fact.gate_id.partition("#")[0].rpartition("/")[2])
-            if number in move.split:
-                found[number] = event.fact
-    return tuple(found[number] for number in sorted(found))
 
 
 def _happened(event: Event, name: str) -> list[HistoryEntry]:

@@ -1,27 +1,40 @@
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from actors.registry import views
-from actors.registry.ledger import Ledger
-from actors.registry.lineage import chain
-from actors.registry.state import (
+from actors.registry.facts import (
     Artifact,
     CheckpointFact,
     DataFact,
     EvaluationFact,
-    Promote,
-    Register,
+    Event,
+    FeedbackFact,
+    GateEnded,
     RunEnded,
     RunFact,
-    State,
     VersionFact,
 )
-from actors.registry.store import MemoryEventStore
+from actors.registry.ledger import Ledger
+from actors.registry.lineage import Branch, chain, graph, tree
+from actors.registry.rules import BeginGate, Promote, Register
+from actors.registry.serving import Holding, Traffic
+from actors.registry.state import State
+from actors.registry.store import Log, MemoryEventStore
 from cluster.errors import RequestError
 
-TURN = ["errors@1", "errors@2", "triage-1", "triage-1/step-9", "eval-1", "triage/1", "triage@champion#1"]
+TURN = [
+    "errors@1",
+    "errors@2",
+    "triage-1",
+    "triage-1/step-9",
+    "eval-1",
+    "triage/1",
+    "triage/1#gate-1",
+    "triage@champion#1",
+]
 
 
 @pytest.fixture
@@ -51,7 +64,11 @@ def state() -> State:
         evaluation_id="eval-1",
     )
     ledger.commit(Register(fact_, Artifact(path=Path("/v"), digest="aa")), by="ada")
-    ledger.commit(Promote("triage", "champion", 1, "ada", "beats base", "c1"), by="ada")
+    ledger.commit(BeginGate("triage/1", "ada", "g1"), by="ada")
+    ledger.commit(
+        GateEnded(gate_id="triage/1#gate-1", outcome="passed", evaluation_id="eval-1", reason="+0.5"), by="ada"
+    )
+    ledger.commit(Promote("triage", "champion", {1: 1.0}, "ada", "beats base", "c1"), by="ada")
     return ledger.state
 
 
@@ -61,7 +78,9 @@ def state() -> State:
 def test_the_chain_of_a_version_is_its_turn_of_the_wheel_from_any_start(state: State, start: str) -> None:
     links = chain(state, start)
     assert [link.id for link in links] == TURN
-    assert [link.kind for link in links] == ["data", "data", "run", "checkpoint", "evaluation", "version", "alias"]
+    assert [link.kind for link in links] == [
+        "data", "data", "run", "checkpoint", "evaluation", "version", "gate", "alias",
+    ]  # fmt: skip
 
 
 def test_every_link_but_the_first_hangs_on_an_earlier_one(state: State) -> None:
@@ -98,6 +117,8 @@ def test_the_views_tell_the_same_story(state: State) -> None:
     assert [view.run.id for view in views.runs(state)] == ["triage-2", "triage-1"]
     assert [(entry.what, entry.version, entry.why) for entry in views.history(state, "triage")] == [
         ("registered", 1, ""),
+        ("gate begun", 1, ""),
+        ("gate passed", 1, "+0.5"),
         ("promote", 1, "beats base"),
     ]
     (model,) = views.models(state)
@@ -108,7 +129,69 @@ def test_the_views_tell_the_same_story(state: State) -> None:
     )
 
 
-def test_a_moment_needs_a_time_zone(state: State) -> None:
+def test_what_was_live_comes_with_who_moved_it_why_and_the_gates_word(state: State) -> None:
     with pytest.raises(RequestError, match="time zone"):
-        views.aliases_at(state, "triage", datetime(2026, 1, 1))
-    assert views.aliases_at(state, "triage", datetime(2026, 1, 1, tzinfo=UTC)) == {"champion": 1}
+        views.live_at(state, "triage", datetime(2026, 1, 1))
+    (live,) = views.live_at(state, "triage", datetime(2026, 1, 1, tzinfo=UTC))
+    assert (live.alias, live.split, live.move.by, live.move.why) == ("champion", {1: 1.0}, "ada", "beats base")
+    assert [(gate.outcome, gate.reason) for gate in live.gates] == [("passed", "+0.5")]
+    assert views.live_at(state, "triage", datetime(2025, 1, 1, tzinfo=UTC)) == ()
+
+
+MORNING = datetime(2026, 1, 2, 9, tzinfo=UTC)
+HOLDINGS = [
+    Holding(replica="llm#a", version_id="triage/1", node="n1", since=MORNING, seen=MORNING),
+    Holding(replica="llm#a", version_id="unheard/1", node="n1", since=MORNING, seen=MORNING),
+]
+TRAFFIC = [
+    Traffic(version_id="triage/1", hour=MORNING, requests=5),
+    Traffic(version_id="triage/1", hour=MORNING.replace(hour=11), requests=7),
+    Traffic(version_id="smol", hour=MORNING, requests=9),
+]
+
+
+@pytest.fixture
+def served(state: State) -> State:
+    """The same, with a feedback set on that day's answers and the data version that was made from it."""
+    ledger = Ledger(MemoryEventStore(Log([*_events(state)])), clock=lambda: MORNING)
+    ledger.commit(
+        FeedbackFact(
+            id="likes@1",
+            digest="d",
+            versions=("triage/1",),
+            rows=3,
+            since=MORNING,
+            until=MORNING.replace(hour=12),
+        ),
+        by="ada",
+    )
+    ledger.commit(DataFact(id="errors@3", name="errors", digest="d3", stage="examples", parent="likes@1"), by="ada")
+    return ledger.state
+
+
+def _events(state: State) -> list[Event]:
+    found = [*state.entries.values(), *state.history["triage"]]
+    ended = [Event(0, MORNING, "t", each) for each in state.ended.values()]
+    unique = {id(event.fact): event for event in (*found, *ended)}
+    return [Event(place, e.at, e.by, e.fact) for place, e in enumerate(unique.values(), start=1)]
+
+
+@pytest.mark.parametrize("start", ["triage/1", "errors@1", "replica/llm#a", "traffic/triage/1/2026-01-02", "likes@1"])
+def test_the_chain_goes_on_to_replicas_traffic_feedback_and_the_next_data(served: State, start: str) -> None:
+    found = {link.id: link for link in chain(served, start, holdings=HOLDINGS, traffic=TRAFFIC)}
+    assert {"errors@1", "triage-1", "eval-1", "triage/1", start} <= found.keys()
+    whole = {link.id: link for link in chain(served, "triage/1", holdings=HOLDINGS, traffic=TRAFFIC)}
+    assert {"replica/llm#a", "traffic/triage/1/2026-01-02", "likes@1", "errors@3"} <= whole.keys()
+    assert whole["likes@1"].parents[0] == "traffic/triage/1/2026-01-02"
+    assert whole["traffic/triage/1/2026-01-02"].note.count("requests") == 2
+
+
+def test_the_graph_has_an_edge_for_every_parent_and_the_tree_every_link_once(served: State) -> None:
+    links = chain(served, "triage/1", holdings=HOLDINGS, traffic=TRAFFIC)
+    drawn = graph(links)
+    assert ["errors@1", "errors@2"] in drawn["edges"]  # type: ignore[operator]
+
+    def walk(branches: Iterable[Branch]) -> list[str]:
+        return [id_ for branch in branches for id_ in (branch.link.id, *walk(branch.branches))]
+
+    assert sorted(walk(tree(links))) == sorted(link.id for link in links)

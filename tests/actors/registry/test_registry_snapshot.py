@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.registry.snapshot import Route, Snapshot, resolve
+from actors.registry.actor import SnapshotLog
+from actors.registry.snapshot import Model, Route, Snapshot, resolve
 from cluster.errors import RequestError
 
 
@@ -11,10 +12,10 @@ def route(name: str, version: int) -> Route:
 
 
 ROUTES = [route("triage", 1), route("triage", 2), route("triage", 10), route("search", 1)]
-SNAPSHOT = Snapshot(
+SNAPSHOT = Snapshot.of_routes(
+    ROUTES,
+    {"triage@champion": 2, "triage@canary": 10, "search@canary": 1, "triage@split": {1: 0.25, 2: 0.75}},
     number=9,
-    versions={r.id: r for r in ROUTES},
-    aliases={"triage@champion": 2, "triage@canary": 10, "search@canary": 1},
 )
 
 
@@ -45,7 +46,7 @@ def test_the_default_alias_is_the_callers_choice() -> None:
         ("triage/0", "name/version"),
         ("triage/x", "name/version"),
         ("triage/../1", "name/version"),
-        ("triage@gone", "canary, champion"),
+        ("triage@gone", "canary, champion, split"),
         ("search", "ask for search/1"),
         ("", "name/version"),
         ("a@b@c", "name/version"),
@@ -60,5 +61,51 @@ def test_what_is_not_there_is_a_404_that_says_what_is(reference: str, hint: str)
 
 def test_a_names_versions_come_in_the_order_of_their_numbers() -> None:
     assert [r.version for r in SNAPSHOT.of("triage")] == [1, 2, 10]
-    assert SNAPSHOT.aliases_of("triage") == {"champion": 2, "canary": 10}
+    assert SNAPSHOT.aliases_of("triage") == {"champion": 2, "canary": 10, "split": 2}
     assert SNAPSHOT.names() == ["search", "triage"]
+
+
+def test_a_split_alias_gives_each_key_its_version_for_good_and_each_version_its_share() -> None:
+    keys = [f"user-{number}" for number in range(4000)]
+    found = [resolve(SNAPSHOT, "triage@split", key=key).version for key in keys]
+    assert found == [resolve(SNAPSHOT, "triage@split", key=key).version for key in keys]
+    assert abs(found.count(1) / len(found) - 0.25) < 0.03
+    assert set(found) == {1, 2}
+    assert resolve(SNAPSHOT, "triage@split").version == 2
+
+
+def test_more_traffic_for_a_canary_moves_nobody_back() -> None:
+    def canaries(share: float) -> set[int]:
+        split = Snapshot.of_routes(ROUTES, {"triage@champion": {1: 1 - share, 2: share}})
+        return {user for user in range(500) if resolve(split, "triage", key=str(user)).version == 2}
+
+    assert canaries(0.1) < canaries(0.3) < canaries(0.9)
+
+
+def test_who_applies_every_change_knows_what_who_asks_for_all_of_it_knows() -> None:
+    first = Snapshot.of_routes(ROUTES[:2], {"triage@champion": 1}, number=1)
+    second = Snapshot(number=2, models={**first.models, "search": SNAPSHOT.models["search"]})
+    change = second.since(first)
+    assert [*change.models] == ["search"]
+    assert first.updated(change) == second
+    assert Snapshot().updated(second.whole()) == second
+
+
+def test_a_snapshot_log_catches_up_who_missed_some_and_sends_all_to_who_missed_too_many() -> None:
+    def step(number: int, *, epoch: int = 1) -> Snapshot:
+        model = Model("triage", aliases={"champion": {number: 1.0}})
+        return Snapshot(epoch, number, models={**steps[-1].models, f"m{number}": model} if steps else {})
+
+    steps: list[Snapshot] = []
+    for number in range(6):
+        steps.append(step(number))
+    log = SnapshotLog(steps[0], kept=3)
+    for snapshot in steps[1:]:
+        log.add(snapshot)
+    assert log.since((1, 5)).models == {}
+    late = log.since((1, 3))
+    assert (sorted(late.models), late.whole) == (["m4", "m5"], False)
+    assert steps[3].updated(late) == steps[5]
+    for unknown in ((1, 0), (1, 77), (0, 4)):
+        assert log.since(unknown).whole
+        assert Snapshot().updated(log.since(unknown)) == steps[5]

@@ -3,31 +3,30 @@ from pathlib import Path
 
 import pytest
 
-from actors.registry.state import (
+from actors.registry.facts import (
     AliasMove,
     Artifact,
     CheckpointFact,
-    Command,
+    Collected,
     DataFact,
     Driver,
     EvaluationFact,
     Event,
     Fact,
-    Promote,
-    Register,
-    Rollback,
+    FeedbackFact,
+    GateBegun,
+    GateCheck,
+    GateEnded,
     RunEnded,
     RunFact,
-    State,
     Version,
     VersionFact,
-    apply,
-    check,
-    decide,
     decode,
     encode,
-    replay,
 )
+from actors.registry.rules import BeginGate, Command, Pin, Promote, Register, Retire, Rollback, check, decide
+from actors.registry.snapshot import Split
+from actors.registry.state import State, apply, held, replay, snapshot
 from cluster.errors import RequestError, StateError
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -55,20 +54,35 @@ def register(content: str, *, name: str = "triage", **facts: object) -> Register
     return Register(fact, Artifact(path=Path("/versions") / name / content, digest=content))
 
 
-def promote(version: int, command: str, *, expected: int | None = None, alias: str = "champion") -> Promote:
-    return Promote("triage", alias, version, "ada", "it beats the base", command, expected)
+def promote(
+    to: int | Split, command: str, *, expected: int | Split | None = None, alias: str = "champion", force: bool = False
+) -> Promote:
+    split = to if isinstance(to, dict) else {to: 1.0}
+    if isinstance(expected, int):
+        expected = {expected: 1.0} if expected else {}
+    return Promote("triage", alias, split, "ada", "it beats the base", command, expected, force)
+
+
+def gate(machine: Machine, version: str, *, passed: bool = True) -> None:
+    begun = machine.do(BeginGate(version, "ada", f"gate-{machine.state.seq}"))
+    assert isinstance(begun, GateBegun)
+    check = GateCheck(name="metric", passed=passed, reason="+0.5 [+0.4, +0.6]" if passed else "+0.1 [-0.1, +0.2]")
+    outcome = "passed" if passed else "blocked"
+    machine.do(GateEnded(gate_id=begun.id, outcome=outcome, checks=(check,), reason=check.reason))
 
 
 @pytest.fixture
 def machine() -> Machine:
-    """A run with a checkpoint, and three versions of `triage`."""
+    """A run with a checkpoint, and three versions of `triage` that have passed a gate."""
     machine = Machine()
     machine.do(DataFact(id="errors@1", name="errors", digest="d1", stage="examples", rows={"train": 8, "test": 2}))
     machine.do(DataFact(id="errors@2", name="errors", digest="d2", stage="tokens", parent="errors@1"))
     machine.do(RunFact(id="triage-1", name="triage", base="smol", base_digest="b", data_version="errors@2"))
     machine.do(CheckpointFact(id="triage-1/step-5", run_id="triage-1", step=5, path=Path("/runs/x")))
     for content in ("aa", "bb", "cc"):
-        machine.do(register(content, run_id="triage-1"))
+        version = machine.do(register(content, run_id="triage-1"))
+        assert isinstance(version, Version)
+        gate(machine, version.id)
     return machine
 
 
@@ -86,7 +100,7 @@ def test_a_promotion_whose_answer_was_lost_moves_nothing_the_second_time(machine
     machine.do(promote(2, "b", expected=1))
     repeated = machine.do(promote(1, "a", expected=0))
     assert repeated == first
-    assert machine.state.alias("triage", "champion") == 2
+    assert machine.state.split("triage", "champion") == {2: 1.0}
 
 
 def test_a_promotion_is_refused_if_somebody_was_faster(machine: Machine) -> None:
@@ -96,7 +110,7 @@ def test_a_promotion_is_refused_if_somebody_was_faster(machine: Machine) -> None
         machine.do(promote(3, "c", expected=1))
     with pytest.raises(StateError, match="not at no version"):
         machine.do(promote(3, "d", expected=0))
-    assert machine.state.alias("triage", "champion") == 2
+    assert machine.state.split("triage", "champion") == {2: 1.0}
 
 
 def test_rollbacks_go_back_one_promotion_each_and_promoting_after_one_starts_from_there(machine: Machine) -> None:
@@ -108,7 +122,7 @@ def test_rollbacks_go_back_one_promotion_each_and_promoting_after_one_starts_fro
         machine.do(Rollback("triage", "champion", "ada", "worse", "r2"))
     machine.do(promote(3, "p4"))
     machine.do(Rollback("triage", "champion", "ada", "worse", "r3"))
-    assert machine.state.alias("triage", "champion") == 1
+    assert machine.state.split("triage", "champion") == {1: 1.0}
 
 
 def test_a_rollback_whose_answer_was_lost_goes_back_once(machine: Machine) -> None:
@@ -116,7 +130,7 @@ def test_a_rollback_whose_answer_was_lost_goes_back_once(machine: Machine) -> No
         machine.do(promote(version, f"p{version}"))
     command = Rollback("triage", "champion", "ada", "worse", "r")
     assert machine.do(command) == machine.do(command)
-    assert machine.state.alias("triage", "champion") == 2
+    assert machine.state.split("triage", "champion") == {2: 1.0}
 
 
 def test_where_an_alias_stood_at_a_moment(machine: Machine) -> None:
@@ -124,9 +138,9 @@ def test_where_an_alias_stood_at_a_moment(machine: Machine) -> None:
     for version in (1, 2):
         machine.do(promote(version, f"p{version}"))
     first, second = machine.state.moves["triage", "champion"]
-    assert machine.state.aliases_at("triage", before) == {}
-    assert machine.state.aliases_at("triage", second.at - timedelta(seconds=1)) == {"champion": 1}
-    assert machine.state.aliases_at("triage", second.at) == {"champion": 2}
+    assert machine.state.moves_at("triage", before) == {}
+    assert machine.state.moves_at("triage", second.at - timedelta(seconds=1)) == {"champion": first}
+    assert machine.state.moves_at("triage", second.at) == {"champion": second}
     assert (second.previous, second.by, second.why) == (1, "ada", "it beats the base")
     assert first.previous is None
 
@@ -136,12 +150,17 @@ def test_where_an_alias_stood_at_a_moment(machine: Machine) -> None:
     [
         (promote(4, "x"), "triage/4"),
         (promote(0, "x"), "triage/0"),
-        (Promote("triag", "champion", 1, "ada", "why", "x"), "triag/1"),
+        (Promote("triag", "champion", {1: 1.0}, "ada", "why", "x"), "triag/1"),
         (Rollback("triag", "champion", "ada", "why", "x"), "triag"),
         (register("dd", run_id="triage-9"), "triage-9"),
         (register("dd", evaluation_id="none"), "none"),
         (CheckpointFact(id="r/step-1", run_id="r", step=1, path=Path("/x")), "'r'"),
         (RunEnded(run_id="errors@1", status="failed"), "errors@1"),
+        (BeginGate("triage/9", "ada", "x"), "triage/9"),
+        (GateEnded(gate_id="triage/1#gate-9", outcome="passed"), "triage/1#gate-9"),
+        (Retire("triage/9", "ada", "why", "x"), "triage/9"),
+        (Pin("triage/9", True, "ada", "why"), "triage/9"),
+        (FeedbackFact(id="f", digest="d", versions=("triage/9",), rows=1, since=START, until=START), "triage/9"),
         (EvaluationFact(id="e", run_id="r", passed=True), "'r'"),
         (DataFact(id="d", name="d", digest="d", stage="tokens", parent="errors@3"), "errors@3"),
         (RunFact(id="r", name="r", base="b", base_digest="", data_version="errors@3"), "errors@3"),
@@ -164,7 +183,7 @@ def test_an_unknown_id_comes_with_the_nearest_known_one(machine: Machine) -> Non
 )
 def test_a_move_needs_a_possible_alias_an_author_and_a_reason(machine: Machine, alias: str, by: str, why: str) -> None:
     with pytest.raises(RequestError) as caught:
-        machine.do(Promote("triage", alias, 1, by, why, "x"))
+        machine.do(Promote("triage", alias, {1: 1.0}, by, why, "x"))
     assert caught.value.status == 400
 
 
@@ -263,3 +282,194 @@ def test_replaying_the_log_through_its_encoding_gives_the_live_state(machine: Ma
     machine.do(Rollback("triage", "champion", "ada", "worse", "c"))
     read = [Event(e.seq, e.at, e.by, decode(e.fact.event, encode(e.fact))) for e in machine.log]
     assert replay(read) == machine.state
+
+
+@pytest.mark.parametrize("passed", [None, False])
+def test_without_a_passed_gate_only_force_promotes_and_that_is_kept(machine: Machine, passed: bool | None) -> None:
+    machine.do(register("dd"))
+    if passed is not None:
+        gate(machine, "triage/4", passed=passed)
+    with pytest.raises(StateError) as caught:
+        machine.do(promote(4, "a"))
+    assert ("blocked" if passed is False else "candidate") in caught.value.message
+    assert "evaluating or retired" in str(caught.value.hint)
+    if passed is False:
+        assert "metric: +0.1 [-0.1, +0.2]" in caught.value.message
+    move = machine.do(promote(4, "b", force=True))
+    assert isinstance(move, AliasMove)
+    assert (move.forced, move.why) == (True, "it beats the base")
+    assert machine.state.stages["triage/4"] == "promoted"
+    gated = machine.do(promote(1, "c", force=True))
+    assert isinstance(gated, AliasMove)
+    assert not gated.forced
+
+
+LEGAL_MOVES = {
+    ("candidate", "gate"), ("candidate", "retire"), ("candidate", "force"),
+    ("evaluating", "gate"), ("evaluating", "force"),
+    ("passed", "gate"), ("passed", "promote"), ("passed", "retire"), ("passed", "force"),
+    ("blocked", "gate"), ("blocked", "retire"), ("blocked", "force"),
+    ("promoted", "promote"), ("promoted", "retire"), ("promoted", "force"),
+}  # fmt: skip
+STAGES = ("candidate", "evaluating", "passed", "blocked", "promoted", "retired")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("move", ["gate", "promote", "force", "retire"])
+def test_every_move_from_every_stage_is_legal_or_refused_by_name(machine: Machine, stage: str, move: str) -> None:
+    machine.do(register("dd"))
+    if stage == "evaluating":
+        machine.do(BeginGate("triage/4", "ada", "begin"))
+    if stage in ("passed", "blocked", "promoted"):
+        gate(machine, "triage/4", passed=stage != "blocked")
+    if stage == "promoted":
+        machine.do(promote(4, "there"))
+        machine.do(promote(1, "and away"))
+    if stage == "retired":
+        machine.do(Retire("triage/4", "ada", "why", "retire"))
+    assert machine.state.stages["triage/4"] == stage
+    seq = machine.state.seq
+    command: Command = {
+        "gate": BeginGate("triage/4", "ada", "m"),
+        "promote": promote(4, "m"),
+        "force": promote(4, "m", force=True),
+        "retire": Retire("triage/4", "ada", "why", "m"),
+    }[move]
+    if (stage, move) in LEGAL_MOVES:
+        machine.do(command)
+        assert machine.state.seq > seq
+    elif (stage, move) == ("retired", "retire"):
+        machine.do(command)
+        assert machine.state.seq == seq
+    else:
+        with pytest.raises(StateError, match=f"triage/4 is {stage}"):
+            machine.do(command)
+        assert machine.state.seq == seq
+
+
+def test_a_verdict_does_not_change_and_a_second_gate_takes_the_first_ones_place(machine: Machine) -> None:
+    first, second = (machine.do(BeginGate("triage/1", "ada", command)) for command in ("a", "b"))
+    assert isinstance(first, GateBegun)
+    assert isinstance(second, GateBegun)
+    with pytest.raises(StateError, match="over already: abandoned"):
+        machine.do(GateEnded(gate_id=first.id, outcome="passed"))
+    assert machine.state.stages["triage/1"] == "evaluating"
+    blocked = GateEnded(gate_id=second.id, outcome="blocked", reason="too slow")
+    machine.do(blocked)
+    seq = machine.state.seq
+    machine.do(blocked)
+    machine.do(GateEnded(gate_id=second.id, outcome="abandoned"))
+    assert machine.state.seq == seq
+    with pytest.raises(StateError, match=r"blocked \(too slow\)"):
+        machine.do(GateEnded(gate_id=second.id, outcome="passed"))
+
+
+def test_a_gate_with_a_failed_check_cannot_pass(machine: Machine) -> None:
+    begun = machine.do(BeginGate("triage/1", "ada", "a"))
+    assert isinstance(begun, GateBegun)
+    check = GateCheck(name="parity", passed=False, reason="0.4 nats")
+    with pytest.raises(RequestError, match="failed check: parity"):
+        machine.do(GateEnded(gate_id=begun.id, outcome="passed", checks=(check,)))
+
+
+def test_an_abandoned_gate_leaves_the_stage_that_was(machine: Machine) -> None:
+    begun = machine.do(BeginGate("triage/1", "ada", "a"))
+    assert isinstance(begun, GateBegun)
+    machine.do(GateEnded(gate_id=begun.id, outcome="abandoned", reason="its driver died"))
+    assert machine.state.stages["triage/1"] == "passed"
+    assert machine.state.measuring() == []
+
+
+def test_traffic_can_be_split_and_the_whole_split_is_compared_moved_and_rolled_back(machine: Machine) -> None:
+    machine.do(promote(1, "a"))
+    move = machine.do(promote({2: 0.1, 1: 0.9}, "b", expected=1))
+    assert isinstance(move, AliasMove)
+    assert (move.split, move.version, move.previous_split) == ({1: 0.9, 2: 0.1}, 1, {1: 1.0})
+    with pytest.raises(StateError, match=r"stands at versions 1 \(90%\), 2 \(10%\), not at version 1"):
+        machine.do(promote(2, "c", expected=1))
+    machine.do(promote(2, "d", expected={1: 0.9, 2: 0.1}))
+    machine.do(Rollback("triage", "champion", "ada", "worse", "e"))
+    assert machine.state.split("triage", "champion") == {1: 0.9, 2: 0.1}
+    assert machine.state.aliases("triage") == {"champion": 1}
+
+
+@pytest.mark.parametrize("split", [{}, {1: 0.5}, {1: 0.5, 2: 0.6}, {1: 1.5, 2: -0.5}, {1: 1.0, 2: 0.0}])
+def test_shares_that_are_no_shares_are_refused(machine: Machine, split: Split) -> None:
+    with pytest.raises(RequestError, match="add up to 1"):
+        machine.do(promote(split, "a"))
+
+
+def test_a_canary_needs_a_passed_gate_for_each_of_its_versions(machine: Machine) -> None:
+    machine.do(register("dd"))
+    with pytest.raises(StateError, match="triage/4 is candidate"):
+        machine.do(promote({1: 0.9, 4: 0.1}, "a"))
+
+
+def test_what_an_alias_stands_at_is_not_retired_and_rollbacks_step_over_what_was(machine: Machine) -> None:
+    for version in (1, 2, 3):
+        machine.do(promote(version, f"p{version}"))
+    with pytest.raises(StateError, match="has the alias champion"):
+        machine.do(Retire("triage/3", "ada", "old", "r3"))
+    machine.do(Retire("triage/2", "ada", "old", "r2"))
+    move = machine.do(Rollback("triage", "champion", "ada", "worse", "b"))
+    assert isinstance(move, AliasMove)
+    assert move.version == 1
+    with pytest.raises(StateError, match="no earlier version"):
+        machine.do(Rollback("triage", "champion", "ada", "worse", "c"))
+
+
+def test_a_retired_version_is_not_served_and_its_facts_stay(machine: Machine) -> None:
+    machine.do(Retire("triage/2", "ada", "old", "r2"))
+    assert [*snapshot(machine.state).models["triage"].versions] == [1, 3]
+    assert machine.state.versions["triage"][1].digest == "bb"
+
+
+def test_what_is_held_is_not_collected_and_what_is_collected_is_not_promoted(machine: Machine) -> None:
+    machine.do(promote(1, "a"))
+    machine.do(promote(2, "b"))
+    machine.do(Pin("triage/3", True, "ada", "for the auditor"))
+    machine.do(register("dd", parent="triage/2"))
+    machine.do(register("ee"))
+    machine.do(RunEnded(run_id="triage-1", status="completed"))
+    assert {id_: why.split()[0] for id_, why in held(machine.state).items()} == {
+        "triage/1": "triage@champion",
+        "triage/2": "triage@champion",
+        "triage/3": "pinned",
+    }
+    for id_ in ("triage/1", "triage/2", "triage/3"):
+        with pytest.raises(StateError, match=f"files of {id_} stay"):
+            machine.do(Collected(version_ids=(id_,)))
+    machine.do(Collected(version_ids=("triage/4", "triage/5")))
+    with pytest.raises(StateError, match="files have been freed"):
+        machine.do(promote(5, "c", force=True))
+    assert [*snapshot(machine.state).models["triage"].versions] == [1, 2, 3]
+    machine.do(Pin("triage/3", False, "ada", "the audit is over"))
+    assert "triage/3" not in held(machine.state)
+
+
+def test_registering_collected_content_again_brings_the_same_version_back(machine: Machine) -> None:
+    machine.do(RunEnded(run_id="triage-1", status="completed"))
+    machine.do(Collected(version_ids=("triage/3",)))
+    again = machine.do(register("cc"))
+    assert isinstance(again, Version)
+    assert again.id == "triage/3"
+    assert machine.state.collected == frozenset()
+    assert [*snapshot(machine.state).models["triage"].versions] == [1, 2, 3]
+
+
+def test_a_parent_is_held_by_a_child_that_is(machine: Machine) -> None:
+    machine.do(RunEnded(run_id="triage-1", status="completed"))
+    machine.do(register("dd", parent="triage/3"))
+    gate(machine, "triage/4")
+    machine.do(promote(4, "a"))
+    assert held(machine.state)["triage/3"] == "triage/4 was made from it"
+
+
+def test_a_log_from_before_aliases_were_split_is_read(machine: Machine) -> None:
+    old = (
+        '{"id":"triage@champion#1","name":"triage","alias":"champion","version":2,"previous":1,"by":"ada","why":"w",'
+        '"at":"2026-01-01T00:00:00Z","action":"promote","command":"c"}'
+    )
+    move = decode("alias", old)
+    assert isinstance(move, AliasMove)
+    assert (move.split, move.previous_split, move.forced) == ({2: 1.0}, {1: 1.0}, False)
