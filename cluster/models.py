@@ -2,31 +2,40 @@
 
 A reference is a name of the catalog, a Hugging Face id, or the path of a folder. The first two are put into
 `FLYWHEEL_HOME/models/<key>/` once, whole or not at all; a folder of the user's stays where it is. Beside the
-weights, `<key>.json` keeps the digest, so that a later `obtain` reads no weights.
+weights, `<key>.json` keeps the digest, so that a later `obtain` reads no weights, and `<key>.sig` the signature:
+`obtain` vouches for what it brings in, and whoever loads it asks `require_signed` first.
 
 This module knows files and digests. How weights come in is `cluster.model_sources`; it knows no torch, no
 tokenizer and no engine.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from cluster import model_sources
+from cluster import model_sources, signing
 from cluster.config import nearest
 from cluster.errors import ConfigError, DependencyError
-from cluster.storage import Home, digest_file, digest_folder, publish, require_file_name, write_atomically
+from cluster.signing import Verifier
+from cluster.storage import (
+    Home,
+    digest_file,
+    digest_of,
+    file_digests,
+    only_one,
+    publish,
+    require_file_name,
+    write_atomically,
+)
 
 logger = logging.getLogger(__name__)
 
 Kind = Literal["causal-lm", "sentence-embedder"]
 
+_KIND_NAMES: dict[Kind, str] = {"causal-lm": "base", "sentence-embedder": "embedder"}
 _PATH_STARTS = ("/", ".", "~")
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -88,6 +97,24 @@ def obtain(reference: str, home: Home) -> StoredModel:
     raise _unknown(reference)
 
 
+def require_signed(model: StoredModel, home: Home, verifier: Verifier) -> None:
+    """Call before a file of `model` is loaded: somebody who is trusted must vouch for the files that `obtain` saw.
+
+    Reads every byte the first time, nothing when the same `verifier` is asked again. Raises `SignatureError`.
+    """
+    what = f"{_KIND_NAMES[model.kind]} {model.name}"
+    signature = signature_of(model.path, home)
+    verifier.require(model.path, home, what=what, digest=model.digest, signature=signature)
+
+
+def signature_of(folder: Path, home: Home) -> Path:
+    """Where the signature of a model folder lies: beside it, or in the store for a user's that came without one."""
+    beside = signing.signature_path(folder)
+    if beside.exists() or folder.is_relative_to(home.models) or folder.is_relative_to(home.versions):
+        return beside
+    return home.models / f"{_key_of(folder)}{signing.SIGNATURE_SUFFIX}"
+
+
 def locate(reference: str, home: Home) -> Path | None:
     """Folder of the model that `reference` names if its files are on this machine, None if `obtain` would fetch it.
 
@@ -140,52 +167,82 @@ def served_name(reference: str) -> str:
 
 def _stored(source: model_sources.Source, *, key: str, name: str, home: Home) -> StoredModel:
     folder, manifest_path = home.models / key, home.models / f"{key}.json"
+    signature = signing.signature_path(folder)
     manifest = _read(manifest_path)
-    if manifest and folder.is_dir() and manifest.fingerprint == _fingerprint(folder):
+    if manifest and signature.exists() and folder.is_dir() and manifest.fingerprint == _fingerprint(folder):
         return _model(manifest, folder)
-    with _only_one(home.models / f".{key}.lock"):
+    with only_one(home.models / f".{key}.lock"):
         if not folder.is_dir():
             logger.info("putting %s into the model store", name)
             with publish(folder) as scratch:
                 source.write(scratch)
                 _require_servable(scratch)
-            manifest = None
-        fresh = _describe(folder, name=name, source=source.describe(), path=None)
-        if manifest and manifest.digest != fresh.digest:
+                fresh, digests = _describe(scratch, name=name, source=source.describe(), path=None)
+                # Before the folder appears: one that lies in the store without a signature is not our work.
+                signing.sign(scratch, home, digests, signature=signature)
+            _write(manifest_path, fresh)
+            return _model(fresh, folder)
+        fresh, digests = _describe(folder, name=name, source=source.describe(), path=None)
+        manifest = _read(manifest_path)
+        if manifest is None:
+            # Whoever put it there died before the manifest was written. Its signature was written before that.
+            signing.verify(folder, home, what=f"{_KIND_NAMES[fresh.kind]} {name}", digest=fresh.digest)
+        elif manifest.digest != fresh.digest:
             raise DependencyError(
                 f"The files in {folder} are not those that were stored as {name} "
                 f"(digest {fresh.digest[:12]}, stored {manifest.digest[:12]}).",
                 hint=f"Delete {folder} and {manifest_path.name} beside it; they are made again when needed.",
                 retryable=False,
             )
+        elif not signature.exists():
+            # From the time before models were signed. The manifest is all that speaks for the files, and it agrees.
+            logger.warning("signing %s, which was put into the model store without a signature", name)
+            signing.sign(folder, home, digests)
         _write(manifest_path, fresh)
         return _model(fresh, folder)
 
 
 def _in_place(folder: Path, home: Home) -> StoredModel:
-    """A user's folder. It may change under us, so a changed fingerprint means a new digest, not an error."""
-    key = f"path-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-    manifest_path = home.models / f"{key}.json"
-    manifest = _read(manifest_path)
-    if manifest and manifest.fingerprint == _fingerprint(folder):
-        return _model(manifest, folder)
-    _require_servable(folder)
-    fresh = _describe(folder, name=served_name(str(folder)), source=f"path {folder}", path=str(folder))
-    _write(manifest_path, fresh)
-    return _model(fresh, folder)
+    """A user's folder. It may change under us, so a changed fingerprint means a new digest, not an error.
+
+    Whoever names the folder vouches for it, and so we sign what we see; unless it has a signature of its own
+    beside it, or lies in a store of ours, where a signature belongs beside it.
+    """
+    manifest_path = home.models / f"{_key_of(folder)}.json"
+    signature = signature_of(folder, home)
+    ours = signature != signing.signature_path(folder)
+    with only_one(manifest_path.with_name(f".{manifest_path.stem}.lock")):
+        manifest = _read(manifest_path)
+        if manifest and manifest.fingerprint == _fingerprint(folder) and (signature.exists() or not ours):
+            return _model(manifest, folder)
+        _require_servable(folder)
+        fresh, digests = _describe(folder, name=served_name(str(folder)), source=f"path {folder}", path=str(folder))
+        if ours:
+            signing.sign(folder, home, digests, signature=signature)
+        _write(manifest_path, fresh)
+        return _model(fresh, folder)
 
 
-def _describe(folder: Path, *, name: str, source: str, path: str | None) -> _Manifest:
-    return _Manifest(
+def _key_of(folder: Path) -> str:
+    """Under which name the store keeps what it knows of a folder outside it."""
+    return f"path-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+
+
+def _describe(folder: Path, *, name: str, source: str, path: str | None) -> tuple[_Manifest, dict[str, str]]:
+    """The manifest of a folder, and the digests of its files."""
+    # Taken before the digests: a file that changes in between makes the next fingerprint differ.
+    fingerprint = _fingerprint(folder)
+    digests = file_digests(folder)
+    manifest = _Manifest(
         name=name,
         source=source,
         kind=_kind(folder),
-        # Taken before the digest: a file that changes in between makes the next fingerprint differ.
-        fingerprint=_fingerprint(folder),
-        digest=digest_folder(folder),
+        fingerprint=fingerprint,
+        digest=digest_of(digests),
         tokenizer_digest=tokenizer_digest(folder),
         path=path,
     )
+    return manifest, digests
 
 
 def _model(manifest: _Manifest, folder: Path) -> StoredModel:
@@ -257,12 +314,3 @@ def _read(path: Path) -> _Manifest | None:
 
 def _write(path: Path, manifest: _Manifest) -> None:
     write_atomically(path, json.dumps(asdict(manifest), indent=2) + "\n")
-
-
-@contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Held by one process of this machine at a time; the kernel lets go of it when its holder dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

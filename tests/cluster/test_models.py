@@ -2,7 +2,9 @@
 
 import json
 import multiprocessing
+import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from safetensors.torch import save_file
 
 from cluster import model_sources
 from cluster.errors import ConfigError, DependencyError
-from cluster.models import StoredModel, installed, obtain, served_name
+from cluster.models import StoredModel, installed, obtain, require_signed, served_name, signature_of
+from cluster.signing import Keyring, SignatureError, Verifier, sign, signature_path
 from cluster.storage import Home, digest_folder
 
 
@@ -48,8 +51,122 @@ def test_changed_weights_have_another_digest_and_the_same_tokenizer_digest(tmp_p
 def test_a_later_call_reads_no_weights(tmp_path: Path, empty_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "m")
     first = obtain(str(folder), empty_home)
-    monkeypatch.setattr("cluster.models.digest_folder", lambda _: pytest.fail("the weights were read again"))
+    monkeypatch.setattr("cluster.models.file_digests", lambda _: pytest.fail("the weights were read again"))
     assert obtain(str(folder), empty_home) == first
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A source of the catalog that writes a small model at once."""
+
+    seed: int = 0
+
+    def describe(self) -> str:
+        return "a test"
+
+    def write(self, folder: Path) -> None:
+        write_model(folder, seed=self.seed)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model of the catalog."""
+    monkeypatch.setitem(model_sources.CATALOG, "tiny", Folder())
+    return "tiny"
+
+
+def refusal(model: StoredModel, home: Home) -> str:
+    with pytest.raises(SignatureError, match=f"^Base {model.name} cannot be loaded: ") as caught:
+        require_signed(model, home, Verifier())
+    return caught.value.reason
+
+
+def test_what_is_put_into_the_store_is_signed(tmp_path: Path, empty_home: Home, tiny: str) -> None:
+    stored, theirs = obtain(tiny, empty_home), obtain(str(write_model(tmp_path / "theirs", seed=1)), empty_home)
+    for model in (stored, theirs):
+        require_signed(model, empty_home, Verifier())
+    assert signature_of(stored.path, empty_home) == empty_home.models / "tiny.sig"
+    assert signature_of(theirs.path, empty_home).parent == empty_home.models
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "theirs"], "nothing beside a user's folder"
+    assert obtain(tiny, empty_home) == stored
+
+
+@pytest.mark.parametrize("where", ["store", "in place"])
+def test_what_has_changed_since_is_not_loaded(tmp_path: Path, empty_home: Home, tiny: str, where: str) -> None:
+    model = obtain(tiny if where == "store" else str(write_model(tmp_path / "theirs")), empty_home)
+    before = (model.path / "tokenizer.json").stat()
+    (model.path / "tokenizer.json").write_text('{"version": "1.1"}')
+    os.utime(model.path / "tokenizer.json", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert obtain(tiny if where == "store" else str(model.path), empty_home) == model, "its fingerprint is the same"
+    assert refusal(model, empty_home) == "changed"
+
+
+def test_a_model_signed_by_a_stranger_is_not_loaded(empty_home: Home, tmp_path: Path, tiny: str) -> None:
+    model = obtain(tiny, empty_home)
+    sign(model.path, Home(tmp_path / "theirs"), signature=signature_path(model.path))
+    assert obtain(tiny, empty_home) == model
+    assert refusal(model, empty_home) == "unknown_key"
+
+
+def test_another_signed_model_in_its_place_is_not_loaded(empty_home: Home, tiny: str) -> None:
+    model = obtain(tiny, empty_home)
+    write_model(model.path, seed=1)
+    sign(model.path, empty_home)
+    assert refusal(model, empty_home) == "changed"
+
+
+def test_a_store_from_before_models_were_signed_goes_on(empty_home: Home, tiny: str) -> None:
+    model = obtain(tiny, empty_home)
+    signature_path(model.path).unlink()
+    assert refusal(model, empty_home) == "unsigned"
+    assert obtain(tiny, empty_home) == model
+    require_signed(model, empty_home, Verifier())
+    signature_path(model.path).unlink()
+    (model.path / "tokenizer.json").write_text('{"version": "2"}')
+    with pytest.raises(DependencyError, match="not those that were stored"):
+        obtain(tiny, empty_home)
+    assert not signature_path(model.path).exists()
+
+
+def test_a_folder_that_appeared_in_the_store_by_itself_is_not_signed(empty_home: Home, tiny: str) -> None:
+    write_model(empty_home.models / tiny)
+    with pytest.raises(SignatureError) as caught:
+        obtain(tiny, empty_home)
+    assert caught.value.reason == "unsigned"
+    assert not (empty_home.models / "tiny.sig").exists()
+
+
+def test_who_died_before_the_manifest_was_written_loses_nothing(empty_home: Home, tiny: str) -> None:
+    model = obtain(tiny, empty_home)
+    (empty_home.models / "tiny.json").unlink()
+    assert obtain(tiny, empty_home) == model
+    (empty_home.models / "tiny.json").unlink()
+    (model.path / "config.json").write_text('{"architectures": ["EvilForCausalLM"]}')
+    with pytest.raises(SignatureError):
+        obtain(tiny, empty_home)
+
+
+def test_a_folder_that_comes_with_a_signature_is_believed_for_that_only(tmp_path: Path, empty_home: Home) -> None:
+    folder = write_model(tmp_path / "theirs")
+    key = sign(folder, Home(tmp_path / "publisher"))
+    model = obtain(str(folder), empty_home)
+    assert refusal(model, empty_home) == "unknown_key"
+    assert Keyring(empty_home).trust(tmp_path / "publisher" / "keys" / "trusted" / f"{key}.pem") == key
+    require_signed(model, empty_home, Verifier())
+
+
+def test_a_version_is_not_signed_anew_by_naming_its_folder(empty_home: Home) -> None:
+    folder = write_model(empty_home.versions / "triage" / "0123456789ab")
+    model = obtain(str(folder), empty_home)
+    assert refusal(model, empty_home) == "unsigned"
+    assert not list(empty_home.models.glob("*.sig"))
+
+
+def test_a_folder_with_links_is_refused(tmp_path: Path, empty_home: Home) -> None:
+    folder = write_model(tmp_path / "m")
+    (folder / "vocab.json").symlink_to(folder / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"vocab\.json in .* is a symbolic link"):
+        obtain(str(folder), empty_home)
 
 
 def test_pickled_weights_are_refused_by_name(tmp_path: Path, empty_home: Home) -> None:
