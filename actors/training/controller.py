@@ -26,8 +26,9 @@ from actors.training.config import TrainConfig
 from actors.training.job import Job, OnCheckpoint, Outcome, Refusal
 from actors.training.steps import COLUMNS, StepPlan
 from cluster.errors import ConfigError, TrainingError
-from cluster.models import StoredModel
+from cluster.models import StoredModel, require_signed
 from cluster.progress import Sink, relayed, silent
+from cluster.signing import Verifier
 from cluster.storage import Home, require_file_name
 
 logger = logging.getLogger(__name__)
@@ -74,12 +75,14 @@ def train(
 ) -> TrainingResult:
     """Train `name` on the running Ray; a run id that has checkpoints goes on from its last.
 
-    Raises `ConfigError` for what the user has to change, `TrainingError` with the one-line verdict if the run
-    failed, `KeyboardInterrupt` if Ctrl-C stopped it (its workers are gone by then).
+    Raises `ConfigError` for what the user has to change, `SignatureError` if nobody who is trusted vouches for the
+    base, `TrainingError` with the one-line verdict if the run failed, `KeyboardInterrupt` if Ctrl-C stopped it (its
+    workers are gone by then).
     """
     # A recipe is a TrainConfig too; the workers get only the part that is training's.
     config = TrainConfig.model_validate({key: getattr(config, key) for key in TrainConfig.model_fields})
     plan = _plan(config, data)
+    require_signed(base, home, Verifier())  # each worker will again; here it is told before anything is started
     workers = config.parallel.workers
     on_gpu = ray.cluster_resources().get("GPU", 0) >= workers.min
     run_folder = home.runs / require_file_name(run_id, what="run id")
@@ -87,8 +90,8 @@ def train(
         job = Job(
             config=config,
             run_id=run_id,
-            base_name=base.name,
-            base_path=base.path,
+            base=base,
+            home=home,
             rows=plan.rows,
             run_folder=run_folder,
             tracking_uri=tracking_uri,

@@ -25,7 +25,9 @@ from actors.training.metrics import MetricLog
 from actors.training.objectives import sft
 from actors.training.steps import StepPlan
 from cluster.errors import FlywheelError, TrainingError
+from cluster.models import require_signed
 from cluster.progress import Progress
+from cluster.signing import Verifier
 from cluster.tracking import MlflowTracker
 
 logger = logging.getLogger(__name__)
@@ -64,8 +66,11 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | N
         micro_batch_size=config.optimizer.micro_batch_size,
         world_size=place.world_size,
     )
-    base = adapter.load_base(job.base_path, config.precision, place.device)
-    model = adapter.attach(base, config.adapter, base_name=job.base_name, seed=config.seed)
+    # Not in the driver alone: what counts is what this machine reads. (A checkpoint has no signature and needs none:
+    # this run has just written it, and nobody else is offered it before it is registered.)
+    require_signed(job.base, job.home, Verifier())
+    base = adapter.load_base(job.base.path, config.precision, place.device)
+    model = adapter.attach(base, config.adapter, base_name=job.base.name, seed=config.seed)
     if resume:
         checkpoint.load_adapter(resume, model)
     strategy = strategies.build(config.parallel.strategy, device=place.device, world_size=place.world_size)

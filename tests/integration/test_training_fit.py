@@ -22,7 +22,7 @@ from actors.data.version import DataVersion, ShardManifest, SplitManifest
 from actors.training.controller import TrainingResult, new_run_id, train
 from actors.training.loop import train as learn
 from cluster.errors import ConfigError
-from cluster.models import StoredModel
+from cluster.models import StoredModel, obtain
 from cluster.progress import Progress
 from cluster.session import Session
 from cluster.storage import Home
@@ -39,7 +39,7 @@ ROWS = 13  # an epoch is 3 steps of 4 rows, so the run enters its third
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
+def base(tmp_path_factory: pytest.TempPathFactory, store: Home) -> StoredModel:
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -51,7 +51,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
     )
     folder = tmp_path_factory.mktemp("tiny-llama")
     LlamaForCausalLM(config).save_pretrained(folder)
-    return StoredModel("tiny", folder, "0" * 64, "causal-lm", "a test", "0" * 64)
+    return obtain(str(folder), store)
 
 
 @pytest.fixture(scope="module")

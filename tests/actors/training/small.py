@@ -13,7 +13,9 @@ from actors.training.config import TrainConfig
 from actors.training.job import Job, Position
 from actors.training.loop import Place
 from actors.training.steps import StepPlan
+from cluster.models import obtain
 from cluster.progress import silent
+from cluster.storage import Home
 
 VOCABULARY = 128
 PADDING = 0
@@ -100,11 +102,13 @@ def settings(**changes: Any) -> TrainConfig:
 
 
 def job(config: TrainConfig, base: Path, run_folder: Path, rows: int, run_id: str = "tiny-1") -> Job:
+    """A run on the model folder `base`, signed in a home beside it."""
+    home = Home(base.with_name(f"{base.name}-home"))
     return Job(
         config=config,
         run_id=run_id,
-        base_name="tiny",
-        base_path=base,
+        base=obtain(str(base), home),
+        home=home,
         rows=rows,
         run_folder=run_folder,
         tracking_uri="",

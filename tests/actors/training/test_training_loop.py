@@ -1,5 +1,7 @@
 """The recipe: accumulation changes nothing, a run that is cut off goes on exactly, bad numbers end it at once."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +12,8 @@ from actors.training.config import TrainConfig
 from actors.training.job import Outcome
 from actors.training.loop import train
 from cluster.errors import ConfigError, TrainingError
+from cluster.signing import SignatureError
+from cluster.storage import Home
 from tests.actors.training.small import HERE, Remembered, job, memory_feed, settings
 
 
@@ -75,6 +79,31 @@ def test_a_checkpoint_of_another_run_is_refused(tiny_base: Path, rows: pa.Table,
     other = job(config, tiny_base, tmp_path, rows.num_rows, run_id="tiny-2")
     with pytest.raises(TrainingError, match="tiny-1"):
         train(other, HERE, memory_feed(rows), Remembered(), tmp_path / "step-000002")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [("flipped", "changed"), ("unsigned", "unsigned"), ("other home", "unknown_key")]
+)
+def test_a_base_that_nobody_vouches_for_is_not_read(
+    tiny_base: Path, rows: pa.Table, tmp_path: Path, damage: str, reason: str
+) -> None:
+    base = shutil.copytree(tiny_base, tmp_path / "base")
+    wanted = job(settings(steps=2), base, tmp_path / "run", rows.num_rows)
+    [signature] = wanted.home.models.glob("*.sig")
+    if damage == "flipped":
+        weights = bytearray((base / "model.safetensors").read_bytes())
+        weights[-1] ^= 1
+        (base / "model.safetensors").write_bytes(weights)
+    elif damage == "unsigned":
+        signature.unlink()
+    else:
+        strangers = Home(tmp_path / "strangers")
+        shutil.copytree(wanted.home.models, strangers.models)
+        wanted = replace(wanted, home=strangers)
+    with pytest.raises(SignatureError) as caught:
+        train(wanted, HERE, memory_feed(rows), Remembered(), None)
+    assert caught.value.reason == reason
+    assert not (tmp_path / "run").exists()
 
 
 def test_bf16_follows_fp32(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
