@@ -14,6 +14,7 @@ from ray.serve import Application
 
 from cluster import environment, models
 from cluster.errors import ConfigError, RequestError
+from cluster.signing import Verifier
 from cluster.storage import Home
 from cluster.vectors.port import Fingerprint
 from deployments.embedding.config import EmbeddingConfig
@@ -50,7 +51,8 @@ def build(config: EmbeddingConfig) -> Application:
 class EmbeddingServer:
     """One embedding model, loaded once; `embed` may be called by many at the same time.
 
-    Raises `ConfigError` if `config.model` names no text embedder or `max_tokens` is more than it reads.
+    Raises `ConfigError` if `config.model` names no text embedder or `max_tokens` is more than it reads, and
+    `SignatureError` if nobody who is trusted vouches for its files.
     """
 
     def __init__(self, config: EmbeddingConfig, home: Home | None = None) -> None:
@@ -59,12 +61,14 @@ class EmbeddingServer:
 
         from deployments.embedding.encoder import Encoder
 
-        model = models.obtain(config.model, home or Home.current())
+        home = home or Home.current()
+        model = models.obtain(config.model, home)
         if model.kind != "sentence-embedder":
             raise ConfigError(
                 f"serve.embedding.model is {config.model!r}, a {model.kind}.",
                 hint="Give a sentence-transformers model, for example all-minilm-l6-v2.",
             )
+        models.require_signed(model, home, Verifier())
         torch.set_num_threads(config.threads)
         self._encoder = Encoder(
             model.path,

@@ -1,9 +1,9 @@
-"""The node's copies of adapters: fetched once, verified by digest, never deleted while an engine may want them.
+"""The node's copies of adapters: fetched once, verified by signature, never deleted while an engine may want them.
 
 vLLM keeps the path of every adapter that it has ever loaded, and reads the files again after it has evicted
 the adapter from memory. If they are gone by then, the whole engine dies, and with it every request, base
 included. So the engine is only ever given paths in this cache, and every use of an adapter looks first
-whether its files are whole. This module knows files and digests; it knows neither Ray nor vLLM.
+whether its files are whole. This module knows files and signatures; it knows neither Ray nor vLLM.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from pathlib import Path
 from safetensors import safe_open
 
 from cluster.errors import DependencyError, RequestError
-from cluster.storage import PARTIAL_PREFIX, digest_folder, publish
+from cluster.signing import SignatureError, signature_path, verify
+from cluster.storage import PARTIAL_PREFIX, Home, publish, write_atomically
 from deployments.llm.protocol import Adapter
 
 CONFIG_FILE = "adapter_config.json"
@@ -44,11 +45,15 @@ class _Copy:
 
 
 class AdapterCache:
-    """Immutable copies under `root/<digest>`. One flight per adapter, however many requests want it."""
+    """Immutable copies under `home.adapter_cache/<digest>`, each with the signature of the version it is a copy of.
 
-    def __init__(self, root: Path, *, max_rank: int, base: Path) -> None:
-        """`base`: folder of the weights that the adapters are for."""
-        self._root = root
+    One flight per adapter, however many requests want it; a replica verifies a digest once, not per request.
+    """
+
+    def __init__(self, home: Home, *, max_rank: int, base: Path) -> None:
+        """`home`: whose keys are trusted, and whose cache it is. `base`: the weights that the adapters are for."""
+        self._home = home
+        self._root = home.adapter_cache
         self._max_rank = max_rank
         self._base = base
         self._copies: dict[str, _Copy] = {}
@@ -57,8 +62,9 @@ class AdapterCache:
     async def fetch(self, adapter: Adapter) -> Path:
         """Folder of the adapter's verified copy on this node.
 
-        Raises `DependencyError` if its files are missing or are not what was registered, and `RequestError`
-        if they are whole but the engine cannot take them. A failure is not remembered: the next call tries again.
+        Raises `DependencyError` if its files are missing, `SignatureError` (which is one, too) if nobody who is
+        trusted vouches for them or they are not what was registered, and `RequestError` if they are good but the
+        engine cannot take them. A failure is not remembered: the next call tries again.
         """
         copy = self._copies.get(adapter.digest)
         if copy is not None and copy.whole():
@@ -74,29 +80,37 @@ class AdapterCache:
         return copy.folder
 
     def _bring(self, adapter: Adapter) -> _Copy:
+        # Called when `_copies` does not vouch for it, so from here on every byte is looked at again: no `Verifier`.
         target = self._root / adapter.digest
-        if target.is_dir() and digest_folder(target) != adapter.digest:
-            # Somebody has touched the cache. Moved aside, not deleted: an engine may be reading from it.
-            aside = self._root / f"{PARTIAL_PREFIX}broken-{adapter.digest[:16]}-{uuid.uuid4().hex[:8]}"
-            target.rename(aside)
-            logger.warning("The cached copy of %s was damaged; it is now %s and is made anew.", adapter.version, aside)
+        if target.is_dir():
+            try:
+                self._verify(adapter, target, signature_path(target))
+            except SignatureError as refused:
+                # Somebody has touched the cache. Moved aside, not deleted: an engine may be reading from it.
+                aside = self._root / f"{PARTIAL_PREFIX}broken-{adapter.digest[:16]}-{uuid.uuid4().hex[:8]}"
+                target.rename(aside)
+                logger.warning("The copy of %s is now %s and is made anew: %s.", adapter.version, aside, refused.reason)
         if not target.is_dir():
             self._copy(adapter, target)
         self._check(adapter, target)
         return _Copy(target, {path.relative_to(target).as_posix(): path.stat().st_size for path in _files(target)})
 
     def _copy(self, adapter: Adapter, target: Path) -> None:
+        source = Path(adapter.path)
         try:
             with publish(target) as scratch:
-                shutil.copytree(adapter.path, scratch, dirs_exist_ok=True)
-                found = digest_folder(scratch)
-                if found != adapter.digest:
-                    raise _refused(
-                        adapter, f"its files have digest {found[:12]}, not {adapter.digest[:12]} as registered"
-                    )
+                # A link is copied as a link, and so refused: what it leads to was not signed.
+                shutil.copytree(source, scratch, dirs_exist_ok=True, symlinks=True)
+                self._verify(adapter, scratch, signature_path(source))
+                # Before the copy appears, so that there is none without. Its size was looked at when it was verified.
+                write_atomically(signature_path(target), signature_path(source).read_text(encoding="utf-8"))
         except (OSError, shutil.Error) as error:
             logger.error("Adapter %s could not be copied from %s: %s", adapter.version, adapter.path, error)
             raise _refused(adapter, "its files are missing or cannot be read") from None
+
+    def _verify(self, adapter: Adapter, folder: Path, signature: Path) -> None:
+        what = f"adapter {adapter.version}"
+        verify(folder, self._home, what=what, digest=adapter.digest, signature=signature)
 
     def _check(self, adapter: Adapter, folder: Path) -> None:
         names = {path.name for path in _files(folder)}

@@ -20,6 +20,7 @@ class Adapter:
     version: str
     """Version id, for example `error-triage/3`."""
     path: str
+    """Folder of its files; the signature lies beside it (`cluster.signing.signature_path`)."""
     digest: str
     """SHA-256 over the folder, as `cluster.storage.digest_folder` makes it."""
 

@@ -20,7 +20,8 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 
 from actors.evaluation.parity import ParityVerdict, reference
 from cluster.errors import DependencyError, RequestError
-from cluster.models import obtain
+from cluster.models import obtain, require_signed
+from cluster.signing import Verifier
 from cluster.storage import Home
 from deployments.llm import failures
 from deployments.llm._ray import (
@@ -70,9 +71,11 @@ class LLMDeployment(LLMServer):
         self._settings = settings
         # Weights come to the node where they are needed, not to the machine that built the application.
         self._model = await asyncio.to_thread(obtain, settings.model, home)
+        # The engine and the reference of the parity check load these files, both in the lifetime of this replica.
+        await asyncio.to_thread(require_signed, self._model, home, Verifier())
         use_weights(llm_config, str(self._model.path))
         self._base: str = llm_config.model_id
-        self._cache = AdapterCache(home.adapter_cache, max_rank=settings.max_lora_rank, base=self._model.path)
+        self._cache = AdapterCache(home, max_rank=settings.max_lora_rank, base=self._model.path)
         self._known: dict[str, Adapter] = {}
         self._loading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._verdict: ParityVerdict | None = None

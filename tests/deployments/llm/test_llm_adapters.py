@@ -1,5 +1,7 @@
 import asyncio
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.errors import DependencyError, RequestError
-from cluster.storage import digest_folder
+from cluster.signing import Keyring, SignatureError, sign, signature_path
+from cluster.storage import Home, digest_folder
 from deployments.llm.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterCache, first_misfit
 from deployments.llm.protocol import Adapter
 
@@ -16,12 +19,14 @@ PREFIX = "base_model.model.layers.0.q_proj"
 
 
 def registered(folder: Path, *, rank: int = 8, version: str = "triage/1", extra: str | None = None) -> Adapter:
+    """A version as the registry leaves it: its files, and their signature beside them, in the home of the cache."""
     folder.mkdir(parents=True)
     (folder / CONFIG_FILE).write_text(json.dumps({"r": rank}))
     a = np.full((rank, WIDTH), len(version), dtype=np.float32)
     save_file({f"{PREFIX}.lora_A.weight": a, f"{PREFIX}.lora_B.weight": a.T.copy()}, folder / WEIGHTS_FILE)
     if extra:
         (folder / extra).write_bytes(b"")
+    sign(folder, Home(folder.parent / "home"))
     return Adapter(version, str(folder), digest_folder(folder))
 
 
@@ -29,7 +34,7 @@ def made(tmp_path: Path, cache: type[AdapterCache] = AdapterCache) -> AdapterCac
     base = tmp_path / "base"
     base.mkdir(exist_ok=True)
     save_file({"layers.0.q_proj.weight": np.zeros((WIDTH, WIDTH), dtype=np.float32)}, base / "model.safetensors")
-    return cache(tmp_path / "cache", max_rank=16, base=base)
+    return cache(Home(tmp_path / "home"), max_rank=16, base=base)
 
 
 @pytest.fixture
@@ -40,8 +45,8 @@ def cache(tmp_path: Path) -> AdapterCache:
 async def test_a_copy_outlives_its_source(cache: AdapterCache, tmp_path: Path) -> None:
     adapter = registered(tmp_path / "v1")
     folder = await cache.fetch(adapter)
-    for path in (tmp_path / "v1").iterdir():
-        path.unlink()
+    shutil.rmtree(tmp_path / "v1")
+    signature_path(tmp_path / "v1").unlink()
     assert await cache.fetch(adapter) == folder
     assert digest_folder(folder) == adapter.digest
 
@@ -88,12 +93,61 @@ async def test_a_cache_of_an_earlier_process_is_verified_and_used(tmp_path: Path
     assert await made(tmp_path).fetch(gone) == folder
 
 
-async def test_other_bytes_than_registered_are_refused(cache: AdapterCache, tmp_path: Path) -> None:
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda v1: flip(v1 / WEIGHTS_FILE), "changed"),
+        (lambda v1: (v1 / "README.md").write_text(""), "changed"),
+        (lambda v1: (v1 / "README.md").symlink_to(v1 / CONFIG_FILE), "changed"),
+        (lambda v1: signature_path(v1).unlink(), "unsigned"),
+        (lambda v1: signature_path(v1).write_text("{}"), "bad_signature"),
+        (lambda v1: sign(v1, Home(v1.parent / "stranger")), "unknown_key"),
+    ],
+)
+async def test_what_nobody_vouches_for_is_refused_with_version_and_reason(
+    cache: AdapterCache, tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
     adapter = registered(tmp_path / "v1")
-    (tmp_path / "v1" / WEIGHTS_FILE).write_bytes(b"tampered")
-    with pytest.raises(DependencyError, match="digest"):
+    damage(tmp_path / "v1")
+    with pytest.raises(SignatureError, match="triage/1") as caught:
         await cache.fetch(adapter)
-    assert not (tmp_path / "cache" / adapter.digest).exists()
+    assert (caught.value.reason, caught.value.status, caught.value.retryable) == (reason, 503, False)
+    assert str(tmp_path) not in f"{caught.value.message}{caught.value.hint}"
+    assert not list((tmp_path / "home" / "cache" / "adapters").iterdir())
+
+
+async def test_a_signed_folder_of_another_version_is_refused(cache: AdapterCache, tmp_path: Path) -> None:
+    adapter, other = registered(tmp_path / "v1"), registered(tmp_path / "v2", rank=4)
+    swapped = Adapter(adapter.version, other.path, adapter.digest)
+    with pytest.raises(SignatureError, match=rf"digest {other.digest[:12]}, not {adapter.digest[:12]}"):
+        await cache.fetch(swapped)
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+async def test_a_copy_of_an_earlier_process_without_a_good_signature_is_made_anew(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    adapter = registered(tmp_path / "v1")
+    copy = await made(tmp_path).fetch(adapter)
+    damage(signature_path(copy))
+    assert await made(tmp_path).fetch(adapter) == copy
+    assert signature_path(copy).read_bytes() == signature_path(tmp_path / "v1").read_bytes()
+
+
+async def test_a_key_that_is_no_longer_trusted_ends_with_the_process(tmp_path: Path) -> None:
+    adapter = registered(tmp_path / "v1")
+    cache = made(tmp_path)
+    copy = await cache.fetch(adapter)
+    Keyring(Home(tmp_path / "home")).trusted()[0].path.unlink()
+    assert await cache.fetch(adapter) == copy, "verified once for each replica and digest"
+    with pytest.raises(SignatureError):
+        await made(tmp_path).fetch(adapter)
 
 
 async def test_a_failure_is_not_remembered(cache: AdapterCache, tmp_path: Path) -> None:
@@ -111,6 +165,7 @@ async def test_pickles_and_incomplete_folders_are_refused(cache: AdapterCache, t
         await cache.fetch(registered(tmp_path / "v1", extra="adapter_model.bin"))
     bare = registered(tmp_path / "v2")
     (tmp_path / "v2" / WEIGHTS_FILE).unlink()
+    sign(tmp_path / "v2", Home(tmp_path / "home"))
     with pytest.raises(DependencyError, match=WEIGHTS_FILE):
         await cache.fetch(Adapter("triage/2", bare.path, digest_folder(tmp_path / "v2")))
 
