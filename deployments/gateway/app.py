@@ -88,10 +88,11 @@ async def _generation(
 ) -> Response:
     body, raw = schemas.parse(body_class, await read_body(request, config.max_request_bytes))
     # Resolved once: whatever an alias does from here on, this request ends on the version it began with.
-    target = models.generator(parts.served, parts.feed.current, body.model)
+    trace = trace_of(request)
+    target = models.generator(parts.served, parts.feed.current, body.model, key=body.user or trace.request_id)
     if parts.engine is None:
         raise RequestError("This application serves no language model.", status=404, code="model_not_found")
-    trace_of(request).model = target.model
+    trace.model, trace.version = target.model, target.version
     generation = Generation(kind=kind, body=body.for_engine(raw), request_id=uuid.uuid4().hex, adapter=target.adapter)
     answers = parts.engine.generate(generation)
     # The status line must wait for the first answer: a refused request has to be a 4xx, not a broken stream.
@@ -120,6 +121,7 @@ def _whole(answer: dict[str, Any], target: Target, parts: Parts) -> Response:
     usage = answer.get("usage") or {}
     parts.metrics.tokens(
         model=target.model,
+        version=target.version,
         prompt=usage.get("prompt_tokens") or 0,
         completion=usage.get("completion_tokens") or 0,
     )
@@ -159,6 +161,7 @@ async def _events(
             metrics.stream_broke(model=assembler.model)
         metrics.tokens(
             model=assembler.model,
+            version=assembler.version,
             prompt=assembler.usage.prompt_tokens,
             completion=assembler.usage.completion_tokens,
         )
@@ -177,12 +180,12 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
         model = models.embedder(parts.served, body.model)
         if parts.embedder is None:
             raise RequestError("This application serves no embedding model.", status=404, code="model_not_found")
-        trace_of(request).model = model
+        trace_of(request).model = trace_of(request).version = model
         async with asyncio.timeout(config.request_timeout_s):
             if body.dimensions is not None:
                 await _require_dimensions(parts.embedder, body.dimensions)
             made = await parts.embedder.embed(body.input)
-        parts.metrics.tokens(model=model, prompt=sum(made.tokens), completion=0)
+        parts.metrics.tokens(model=model, version=model, prompt=sum(made.tokens), completion=0)
         return JSONResponse(
             schemas.embeddings_response(model, made.vectors, made.tokens, body.encoding_format),
             headers={VERSION_HEADER: model},

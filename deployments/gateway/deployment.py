@@ -6,6 +6,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from actors.registry.client import RegistryHandle
+from actors.registry.serving import ServingReport
 from cluster.models import served_name
 from deployments.config import ServeConfig
 from deployments.gateway.app import Parts, create_app
@@ -14,6 +15,7 @@ from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served
 from deployments.gateway.snapshot import SnapshotFeed
 from deployments.logs import join_serve
+from deployments.reporting import Reporter, whoami
 
 FIRST_SNAPSHOT_WAIT_S = 5.0
 REGISTRY_PATIENCE_S = 4.0
@@ -47,6 +49,13 @@ class Gateway:
             collections=CollectionsHandle(search) if search else None,
         )
         await feed.start(wait_s=FIRST_SNAPSHOT_WAIT_S)
+        self._source, self._node = whoami()
+        usage = self._parts.metrics.usage
+        Reporter(self._traffic, lambda report: usage.reported(report.traffic)).start()
+
+    def _traffic(self) -> ServingReport | None:
+        rows = self._parts.metrics.usage.changed()
+        return ServingReport(source=self._source, node=self._node, traffic=rows) if rows else None
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Ray's hook for an ingress whose app needs the replica's handles."""

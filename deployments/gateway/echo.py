@@ -152,8 +152,8 @@ class PushedSnapshots:
         """Calls are answered again."""
         self.away = False
 
-    async def wait_snapshot(self, after: int, timeout_s: float) -> Snapshot:
-        if not self.away and self.current.number <= after:
+    async def wait_snapshot(self, after: Snapshot, timeout_s: float) -> Snapshot:
+        if not self.away and (self.current.epoch, self.current.number) == (after.epoch, after.number):
             changed = self._changed
             try:
                 async with asyncio.timeout(timeout_s):

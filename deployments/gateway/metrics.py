@@ -2,15 +2,18 @@
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from deployments.gateway.usage import Usage
+
 UNMATCHED = "unmatched"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class GatewayMetrics:
-    """Requests, latency and tokens of one gateway replica."""
+    """Requests, latency and tokens of one gateway replica. `usage` counts them by version for the registry."""
 
-    def __init__(self) -> None:
+    def __init__(self, usage: Usage | None = None) -> None:
+        self.usage = usage or Usage()
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "flywheel_gateway_requests",
@@ -38,13 +41,16 @@ class GatewayMetrics:
             registry=self._registry,
         )
 
-    def answered(self, *, route: str, model: str, status: int, seconds: float) -> None:
-        """One request is over."""
+    def answered(self, *, route: str, model: str, status: int, seconds: float, version: str | None = None) -> None:
+        """One request is over; `version`: the one that had to answer it, once that was known."""
+        if version is not None:
+            self.usage.answered(version, failed=status >= 500)
         self._requests.labels(route, model, str(status)).inc()
         self._seconds.labels(route, model).observe(seconds)
 
-    def tokens(self, *, model: str, prompt: int, completion: int) -> None:
+    def tokens(self, *, model: str, version: str, prompt: int, completion: int) -> None:
         """Tokens that one answer took in and gave out."""
+        self.usage.tokens(version, prompt=prompt, completion=completion)
         self._tokens.labels(model, "prompt").inc(prompt)
         self._tokens.labels(model, "completion").inc(completion)
 

@@ -1,7 +1,8 @@
 """Which model a name means, and the cards of `/v1/models`. Pure: works on a snapshot, asks nobody.
 
 smollm2-135m-instruct                          the base
-smollm2-135m-instruct:error-triage             the adapter that alias `champion` stands at
+smollm2-135m-instruct:error-triage             the adapter that alias `champion` stands at, or one of several by
+                                               their shares of its traffic
 smollm2-135m-instruct:error-triage@candidate   … that another alias stands at
 smollm2-135m-instruct:error-triage/3           exactly this version
 all-minilm-l6-v2                               the embedder
@@ -43,8 +44,11 @@ class Target:
     adapter: Adapter | None = None
 
 
-def generator(served: Served, snapshot: Snapshot, name: str) -> Target:
-    """What generates text for `name`; `RequestError` 404 (`model_not_found`) or 400 if it is no generator."""
+def generator(served: Served, snapshot: Snapshot, name: str, *, key: str | None = None) -> Target:
+    """What generates text for `name`; `key` chooses where an alias's traffic is split (see `resolve`).
+
+    `RequestError` 404 (`model_not_found`), or 400 if it is no generator.
+    """
     base, colon, reference = name.partition(":")
     if base == served.embedder and not colon:
         raise RequestError(
@@ -58,7 +62,7 @@ def generator(served: Served, snapshot: Snapshot, name: str) -> Target:
     if not colon:
         return Target(model=base, version=base)
     try:
-        route = resolve(snapshot, reference)
+        route = resolve(snapshot, reference, key=key)
     except RequestError as error:
         raise _unknown(name, [], hint=error.hint) from None
     if not _fits(served, route):
@@ -66,7 +70,7 @@ def generator(served: Served, snapshot: Snapshot, name: str) -> Target:
     return Target(
         model=f"{base}:{route.id}",
         version=route.id,
-        adapter=Adapter(version=route.id, path=str(route.path), digest=route.digest),
+        adapter=Adapter(version=route.id, path=str(snapshot.folder(route)), digest=route.digest),
     )
 
 

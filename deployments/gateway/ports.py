@@ -73,6 +73,6 @@ class Collections(Protocol):
 class SnapshotSource(Protocol):
     """The registry, as far as a server needs it."""
 
-    async def wait_snapshot(self, after: int, timeout_s: float) -> Snapshot:
-        """The snapshot as soon as its number is more than `after`, else the current one when the time is over."""
+    async def wait_snapshot(self, after: Snapshot, timeout_s: float) -> Snapshot:
+        """The first snapshot that differs from `after`, or `after` when the time is over."""
         ...

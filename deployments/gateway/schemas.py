@@ -50,6 +50,8 @@ class GenerationBody(BaseModel):
     model: Text
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
+    user: StrictStr | None = None
+    """Whose request it is: one user stays on one side of a split alias."""
 
     @property
     def wants_usage(self) -> bool:

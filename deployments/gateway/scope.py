@@ -30,6 +30,8 @@ class Trace:
     started: float = field(default_factory=time.monotonic)
     model: str = UNMATCHED
     """A name that exists, once it is resolved."""
+    version: str | None = None
+    """The version that answers, once it is resolved."""
 
 
 def trace_of(request: Request) -> Trace:
@@ -85,7 +87,11 @@ class RequestScope:
         finally:
             route = getattr(scope.get("route"), "path", UNMATCHED)
             self._metrics.answered(
-                route=route, model=trace.model, status=status, seconds=time.monotonic() - trace.started
+                route=route,
+                model=trace.model,
+                status=status,
+                seconds=time.monotonic() - trace.started,
+                version=trace.version,
             )
 
 

@@ -1,7 +1,7 @@
 """The gateway's own copy of the registry's snapshot, kept fresh in the background.
 
-Requests read `current` and never wait for the registry. While the registry is away the last copy serves on;
-when it is back, the copy is taken whole again, whatever its number: the registry is right, not the copy.
+Requests read `current` and never wait for the registry. While the registry is away the last copy serves on. When
+it is back it sends what has changed since, or everything if it cannot know: the registry is right, not the copy.
 """
 
 import asyncio
@@ -17,6 +17,8 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 _SLACK_S = 10.0
 """How much later than asked an answer may come; a source that keeps its promise has given up by then."""
+
+_NOTHING_YET = Snapshot(epoch=-1)
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +54,17 @@ class SnapshotFeed:
         age_s = None if self._heard_at is None else round(time.monotonic() - self._heard_at, 1)
         return {"connected": self._connected, "snapshot": self.current.number, "age_s": age_s}
 
+    def _after(self) -> Snapshot:
+        """Until the first answer, a snapshot that no registry has: also one without versions answers at once."""
+        return self.current if self._heard_at is not None else _NOTHING_YET
+
     async def _follow(self, first: asyncio.Event) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
-            # After a break nothing is assumed of the registry's numbers: -1 asks for what it has now.
-            after = self.current.number if self._connected else -1
             try:
                 # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the result.
                 async with asyncio.timeout(self._poll_s + _SLACK_S):
-                    snapshot = await self._source.wait_snapshot(after, self._poll_s)
+                    snapshot = await self._source.wait_snapshot(self._after(), self._poll_s)
             except (FlywheelError, TimeoutError) as error:
                 if self._connected or (self._heard_at is None and pause_s == FIRST_PAUSE_S):
                     logger.warning("The registry is away (%s); serving snapshot %d.", error, self.current.number)

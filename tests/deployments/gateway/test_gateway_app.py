@@ -21,8 +21,9 @@ from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served
 from deployments.gateway.snapshot import SnapshotFeed
+from deployments.gateway.usage import Usage
 
-TWO = {f"triage/{n}": Route("triage", n, "adapter", Path("/v"), f"{n:064x}", "smol") for n in (1, 2)}
+TWO = [Route("triage", n, "adapter", Path("/v"), f"{n:064x}", "smol") for n in (1, 2)]
 LONG_INPUT = b'{"model": "minilm", "input": "' + b"a " * 99 + b'"}'
 CHAT: dict[str, Any] = {"model": "smol", "messages": [{"role": "user", "content": "one two three"}]}
 
@@ -36,18 +37,20 @@ class Stand:
     engine: EchoEngine
     registry: PushedSnapshots
     feed: SnapshotFeed
+    usage: Usage
 
 
 @pytest.fixture
 async def stand() -> AsyncIterator[Stand]:
-    engine, registry = EchoEngine(), PushedSnapshots(Snapshot(1, TWO, {"triage@champion": 1}))
+    engine, registry = EchoEngine(), PushedSnapshots(Snapshot.of_routes(TWO, {"triage@champion": 1}))
     feed = SnapshotFeed(registry, poll_s=0.05)
     await feed.start(wait_s=0.5)
-    parts = Parts(Served("smol", "minilm", 128), feed, GatewayMetrics(), engine, HashEmbedder())
+    usage = Usage()
+    parts = Parts(Served("smol", "minilm", 128), feed, GatewayMetrics(usage), engine, HashEmbedder())
     app = create_app(parts, GatewayConfig(max_request_bytes=4096, request_timeout_s=0.4))
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
     sdk = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http, max_retries=0)
-    yield Stand(http, sdk, engine, registry, feed)
+    yield Stand(http, sdk, engine, registry, feed, usage)
     await feed.stop()
     await http.aclose()
 
@@ -125,7 +128,7 @@ async def test_an_alias_may_move_while_a_stream_runs(stand: Stand) -> None:
     stand.engine.pause_s = 0.02
     stream = await stand.sdk.chat.completions.create(**{**CHAT, "model": "smol:triage"}, stream=True)
     first = await anext(stream)
-    stand.registry.push(Snapshot(2, TWO, {"triage@champion": 2}))
+    stand.registry.push(Snapshot.of_routes(TWO, {"triage@champion": 2}, number=2))
     async with asyncio.timeout(0.5):
         while stand.feed.current.number != 2:
             await asyncio.sleep(0.005)
@@ -254,3 +257,21 @@ async def test_metrics_count_requests_and_tokens_with_bounded_labels(stand: Stan
     assert 'requests_total{model="unmatched",route="unmatched",status="404"} 1.0' in text
     assert 'tokens_total{direction="completion",model="smol:triage/1"} 4.0' in text
     assert "made-up" not in text
+
+
+async def test_a_split_alias_keeps_a_user_on_one_side_and_counts_what_each_side_answered(stand: Stand) -> None:
+    stand.registry.push(Snapshot.of_routes(TWO, {"triage@champion": {1: 0.5, 2: 0.5}}, number=3))
+    async with asyncio.timeout(0.9):
+        while stand.feed.current.number != 3:
+            await asyncio.sleep(0.005)
+
+    async def version(user: str) -> str | None:
+        answer = await stand.sdk.chat.completions.create(**{**CHAT, "model": "smol:triage"}, user=user)
+        return answer.system_fingerprint
+
+    found = {user: await version(user) for user in map(str, range(20))}
+    assert set(found.values()) == {"triage/1", "triage/2"}
+    assert found == {user: await version(user) for user in found}
+    counted = {row.version_id: row.requests for row in stand.usage.changed()}
+    assert counted == {side: 2 * [*found.values()].count(side) for side in ("triage/1", "triage/2")}
+    assert all(row.completion_tokens and not row.failures for row in stand.usage.changed())

@@ -14,7 +14,7 @@ def route(name: str, version: int, *, kind: str = "adapter", base: str = "smol")
 
 
 def snapshot(*routes: Route, aliases: dict[str, int] | None = None) -> Snapshot:
-    return Snapshot(1, {one.id: one for one in routes}, aliases or {})
+    return Snapshot.of_routes(routes, aliases or {})
 
 
 TWO = snapshot(route("triage", 1), route("triage", 2), aliases={"triage@champion": 1, "triage@candidate": 2})
@@ -36,7 +36,7 @@ def test_a_name_means_one_immutable_version(name: str, model: str, version: str)
     assert (target.adapter is None) == (name == "smol")
     if target.adapter:
         assert target.adapter.version == version
-        assert target.adapter.digest == TWO.versions[version].digest
+        assert target.adapter.digest == TWO.models["triage"].versions[int(version[-1])].digest
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from deployments.gateway.snapshot import SnapshotFeed
 
 @pytest.fixture
 def source() -> PushedSnapshots:
-    return PushedSnapshots(Snapshot(3))
+    return PushedSnapshots(Snapshot(1, 3))
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def eventually(check: Callable[[], bool]) -> None:
 async def test_it_starts_with_what_the_registry_has_and_follows(feed: SnapshotFeed, source: PushedSnapshots) -> None:
     await feed.start(wait_s=0.5)
     assert feed.current.number == 3
-    source.push(Snapshot(4, aliases={"a@champion": 1}))
+    source.push(Snapshot(1, 4))
     await eventually(lambda: feed.current.number == 4)
 
 
@@ -49,7 +49,7 @@ async def test_it_keeps_the_last_snapshot_and_takes_whatever_a_returned_registry
     source.go_away()
     await eventually(lambda: not feed.describe()["connected"])
     assert feed.current.number == 3
-    source.current = Snapshot(2)  # restored from an older database: its number is smaller
+    source.current = Snapshot(1, 2)  # restored from an older database: its number is smaller
     source.come_back()
     await eventually(lambda: feed.current.number == 2)
     assert feed.describe()["connected"] is True
@@ -61,7 +61,7 @@ async def test_it_stops_also_at_the_moment_when_an_answer_arrives(
 ) -> None:
     await feed.start(wait_s=0.5)
     await asyncio.sleep(0.001)  # it waits for the next snapshot
-    source.push(Snapshot(4))
+    source.push(Snapshot(1, 4))
     for _ in range(turns):
         await asyncio.sleep(0)
     stopping = asyncio.create_task(feed.stop())
