@@ -150,6 +150,8 @@ class MlflowTracker:
     def __init__(self, uri: str) -> None:
         self._served = _is_server(uri)
         self._uri = uri = uri if self._served else uri_for_others(uri)
+        # What a version's tag says never changes; asked once.
+        self._numbers: dict[tuple[str, str], int | None] = {}
         with _translated(uri):
             from mlflow import MlflowClient  # 2 s
 
