@@ -14,7 +14,21 @@ import pytest
 
 from cluster import environment
 
-VERBS = ("doctor", "demo", "plan", "data", "train", "evaluate", "models", "serve", "index", "search", "chat", "status")
+VERBS = (
+    "doctor",
+    "demo",
+    "plan",
+    "data",
+    "train",
+    "evaluate",
+    "models",
+    "keys",
+    "serve",
+    "index",
+    "search",
+    "chat",
+    "status",
+)
 NESTED = (
     "data build",
     "data show",
@@ -23,6 +37,11 @@ NESTED = (
     "models history",
     "models promote",
     "models rollback",
+    "keys init",
+    "keys list",
+    "keys trust",
+    "keys distrust",
+    "keys export",
 )
 ROOT = Path(__file__).resolve().parents[2]
 
