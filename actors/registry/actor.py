@@ -40,7 +40,7 @@ from actors.registry.facts import (
 )
 from actors.registry.ledger import Ledger, utc_now
 from actors.registry.lineage import Link, chain
-from actors.registry.mirror import ForeignMove, Mirror
+from actors.registry.mirror import LOOK_EVERY_S, ForeignMove, Mirror
 from actors.registry.rules import BeginGate, Command, Pin, Promote, Register, Retire, Rollback
 from actors.registry.serving import ServingBook, ServingReport
 from actors.registry.snapshot import Change, Snapshot
@@ -87,10 +87,12 @@ class Registry:
         open_book: Callable[[str], ServingBook] = open_serving,
         open_tracker: Callable[[], Tracker] | None = None,
         find_dead: Callable[[Iterable[Driver]], drivers.Verdicts] = drivers.ask_ray,
+        look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         """Take over the log at `database` (a SQLAlchemy URI) and catch up with it; other writers are fenced.
 
-        `open_tracker` opens the tracker behind the registry; None: there is none.
+        `open_tracker` opens the tracker behind the registry; None: there is none. How soon a move that was made in
+        the tracker itself is noticed is `look_every_s`.
         """
         self._home = home
         self._database = database
@@ -108,7 +110,9 @@ class Registry:
         self._ended = threading.Event()
         self._mirror: Mirror | None = None
         if open_tracker is not None:
-            self._mirror = Mirror(self._store, open_tracker, lambda: self._ledger.state, self._follow)
+            self._mirror = Mirror(
+                self._store, open_tracker, lambda: self._ledger.state, self._follow, look_every_s=look_every_s
+            )
             self._ledger.listen(self._mirror.wake)
             threading.Thread(target=self._mirror.run, name="registry-mirror", daemon=True).start()
         watching = partial(watch, self._look_after, every_s=_WATCH_EVERY_S, ended=self._ended)

@@ -25,7 +25,7 @@ from cluster.tracking import TrackedVersion, Tracker
 _CONSUMER: Final = "mlflow"
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 60.0
-_LOOK_EVERY_S: Final = 3.0
+LOOK_EVERY_S: Final = 3.0
 STAGE_TAG: Final = "flywheel.stage"
 
 _logger = logging.getLogger(__name__)
@@ -65,7 +65,10 @@ class Mirror:
         open_tracker: Callable[[], Tracker],
         state: Callable[[], State],
         follow: Callable[[ForeignMove], bool] = lambda _: False,
+        *,
+        look_every_s: float = LOOK_EVERY_S,
     ) -> None:
+        self._look_every_s = look_every_s
         self._follow = follow
         self._store = store
         self._open_tracker = open_tracker
@@ -100,7 +103,7 @@ class Mirror:
         pause_s = _FIRST_PAUSE_S
         self._work.set()
         while not self._ended.is_set():
-            self._work.wait(_LOOK_EVERY_S)
+            self._work.wait(self._look_every_s)
             self._work.clear()
             try:
                 self.catch_up()
@@ -194,7 +197,10 @@ class Mirror:
     def _tag_stage(self, version_id: str, more: Mapping[str, str] | None = None) -> None:
         """The stage of now, not of then: the mirror may be behind, and only the last word is shown."""
         name, _, number = version_id.rpartition("/")
-        tags = {STAGE_TAG: self._state().stages[version_id], **{key: value for key, value in (more or {}).items() if value}}
+        tags = {
+            STAGE_TAG: self._state().stages[version_id],
+            **{key: value for key, value in (more or {}).items() if value},
+        }
         self._opened().tag_version(name, int(number), tags)
 
     def _tracking_run(self, run_id: str | None) -> str | None:

@@ -3,27 +3,30 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from actors.registry.actor import Registry
-from actors.registry.state import AliasMove, DataFact, Event, Fact, Promote, VersionFact
+from actors.registry.actor import Registry, open_serving
+from actors.registry.facts import AliasMove, Artifact, DataFact, Event, Fact, GateEnded, VersionFact
+from actors.registry.rules import BeginGate, Promote, Register
+from actors.registry.serving import ServingReport, Traffic
+from actors.registry.snapshot import resolve
 from actors.registry.store import Log, MemoryEventStore
-from cluster.errors import ConfigError, DependencyError, RequestError
+from cluster.database import sqlite_uri
+from cluster.errors import DependencyError, RequestError
 from cluster.storage import Home
 from cluster.tracking import MemoryTracker
 
-DATABASE = "sqlite:///nothing.db"
 
-
-def fact(source: Path) -> VersionFact:
-    return VersionFact(name="triage", kind="adapter", source_path=source, base="smol")
+def register(content: str) -> Register:
+    fact = VersionFact(name="triage", kind="adapter", source_path=Path("/s"), base="smol")
+    return Register(fact, Artifact(path=Path("triage") / content, digest=content))
 
 
 def promote(version: int, command: str) -> Promote:
-    return Promote("triage", "champion", version, "ada", "why", command)
+    return Promote("triage", "champion", {version: 1.0}, "ada", "why", command, force=True)
 
 
 @pytest.fixture
@@ -32,72 +35,62 @@ def log() -> Log:
 
 
 @pytest.fixture
-async def registry(tmp_path: Path, log: Log) -> AsyncIterator[Registry]:
+def tracker() -> MemoryTracker:
+    return MemoryTracker()
+
+
+@pytest.fixture
+async def registry(tmp_path: Path, log: Log, tracker: MemoryTracker) -> AsyncIterator[Registry]:
     registry = Registry(
         Home(tmp_path / "home"),
-        DATABASE,
+        sqlite_uri(tmp_path / "registry.db"),
         open_store=lambda _: MemoryEventStore(log),
-        open_tracker=MemoryTracker,
+        open_tracker=lambda: tracker,
         find_dead=lambda _: {},
+        look_every_s=0.05,
     )
     yield registry
     registry.close()
 
 
-async def test_who_waits_is_woken_by_a_move_and_not_by_facts_of_training(
-    registry: Registry, make_adapter: Callable[..., Path]
-) -> None:
+async def test_who_waits_is_woken_by_a_move_and_not_by_facts_of_training(registry: Registry) -> None:
     start = await registry.snapshot()
-    waiting = [asyncio.create_task(registry.wait_snapshot(start.number, 10)) for _ in range(50)]
+    waiting = [asyncio.create_task(registry.wait_snapshot((start.epoch, start.number), 10)) for _ in range(50)]
     await asyncio.sleep(0.02)
     await registry.data(DataFact(id="errors@1", name="errors", digest="d", stage="examples"), "ada")
     await asyncio.sleep(0.02)
     assert not any(task.done() for task in waiting)
-    version = await registry.register(fact(make_adapter()), "ada")
-    seen = await asyncio.gather(*waiting)
-    assert {tuple(snapshot.versions) for snapshot in seen} == {(version.id,)}
+    version = await registry.register(register("aa"), "ada")
+    seen = [start.updated(change) for change in await asyncio.gather(*waiting)]
+    assert {resolve(snapshot, "triage/1").id for snapshot in seen} == {version.id}
 
     asked_at = time.monotonic()
-    same = await registry.wait_snapshot(seen[0].number, 0.2)
-    assert same == seen[0]
+    same = await registry.wait_snapshot((seen[0].epoch, seen[0].number), 0.2)
+    assert seen[0].updated(same) == seen[0]
     assert time.monotonic() - asked_at >= 0.2
 
 
-async def test_a_poll_with_an_old_number_is_answered_at_once(
-    registry: Registry, make_adapter: Callable[..., Path]
-) -> None:
-    await registry.register(fact(make_adapter()), "ada")
+async def test_a_poll_with_an_old_number_is_answered_at_once(registry: Registry) -> None:
+    await registry.register(register("aa"), "ada")
     async with asyncio.timeout(1):
-        assert (await registry.wait_snapshot(0, 60)).number == 1
-        # A number of another database, greater than ours, is as old.
-        assert (await registry.wait_snapshot(99, 60)).number == 1
+        for position in ((1, 0), (1, 99), (0, 1)):  # also one of another database, or of an earlier life
+            assert (await registry.wait_snapshot(position, 60)).number == 1
 
 
-async def test_the_same_content_registered_twenty_times_at_once_is_one_version(
-    registry: Registry, make_adapter: Callable[..., Path]
-) -> None:
-    sources = [make_adapter(f"a{number}") for number in range(20)]
-    versions = await asyncio.gather(*(registry.register(fact(source), "ada") for source in sources))
+async def test_the_same_content_registered_twenty_times_at_once_is_one_version(registry: Registry) -> None:
+    versions = await asyncio.gather(*(registry.register(register("aa"), "ada") for _ in range(20)))
     assert {version.id for version in versions} == {"triage/1"}
-    assert len(list((await registry.home()).versions.joinpath("triage").iterdir())) == 1
 
 
-async def test_nothing_is_copied_for_a_registration_that_cannot_be(
-    registry: Registry, make_adapter: Callable[..., Path]
-) -> None:
-    wrong = fact(make_adapter()).model_copy(update={"run_id": "unheard-of"})
+async def test_a_registration_that_cannot_be_is_refused_before_anything_is_copied(registry: Registry) -> None:
     with pytest.raises(RequestError, match="unheard-of"):
-        await registry.register(wrong, "ada")
-    assert not (await registry.home()).versions.exists()
-    with pytest.raises(ConfigError, match="no folder"):
-        await registry.register(fact(Path("/nowhere")), "ada")
+        await registry.check(register("aa").fact.model_copy(update={"run_id": "unheard-of"}))
+    await registry.check(register("aa").fact)
     assert (await registry.status()).events == 0
 
 
-async def test_a_caller_that_gives_up_leaves_the_registry_whole(
-    registry: Registry, log: Log, make_adapter: Callable[..., Path]
-) -> None:
-    await registry.register(fact(make_adapter()), "ada")
+async def test_a_caller_that_gives_up_leaves_the_registry_whole(registry: Registry, log: Log) -> None:
+    await registry.register(register("aa"), "ada")
     task = asyncio.create_task(registry.promote(promote(1, "a")))
     await asyncio.sleep(0)
     task.cancel()
@@ -119,12 +112,12 @@ class Flaky(MemoryEventStore):
         return events
 
 
-async def test_a_commit_of_unknown_outcome_is_read_back_before_the_next(
-    tmp_path: Path, make_adapter: Callable[..., Path]
-) -> None:
+async def test_a_commit_of_unknown_outcome_is_read_back_before_the_next(tmp_path: Path) -> None:
     store = Flaky()
-    registry = Registry(Home(tmp_path), DATABASE, open_store=lambda _: store, find_dead=lambda _: {})
-    await registry.register(fact(make_adapter()), "ada")
+    registry = Registry(
+        Home(tmp_path), sqlite_uri(tmp_path / "registry.db"), open_store=lambda _: store, find_dead=lambda _: {}
+    )
+    await registry.register(register("aa"), "ada")
     store.broken = True
     with pytest.raises(DependencyError, match="broke"):
         await registry.promote(promote(1, "a"))
@@ -133,7 +126,7 @@ async def test_a_commit_of_unknown_outcome_is_read_back_before_the_next(
     assert isinstance(move, AliasMove)
     assert move.id == "triage@champion#1"
     assert (await registry.status()).events == 2
-    assert (await registry.snapshot()).aliases == {"triage@champion": 1}
+    assert (await registry.snapshot()).aliases_of("triage") == {"champion": 1}
     registry.close()
 
 
@@ -142,6 +135,7 @@ async def test_the_status_names_no_password(tmp_path: Path) -> None:
         Home(tmp_path),
         "postgresql+psycopg://ada:secret@db/flywheel",
         open_store=lambda _: MemoryEventStore(),
+        open_book=lambda _: open_serving(sqlite_uri(tmp_path / "registry.db")),
         find_dead=lambda _: {},
     )
     status = await registry.status()
@@ -150,10 +144,50 @@ async def test_the_status_names_no_password(tmp_path: Path) -> None:
     registry.close()
 
 
-async def test_mlflow_shows_what_was_acknowledged(registry: Registry, make_adapter: Callable[..., Path]) -> None:
-    await registry.register(fact(make_adapter()), "ada")
+async def test_mlflow_shows_what_was_acknowledged(registry: Registry) -> None:
+    await registry.register(register("aa"), "ada")
     await registry.promote(promote(1, "a"))
     assert await registry.wait_mirrored(5)
     mirror = (await registry.status()).mirror
     assert mirror is not None
     assert (mirror.position, mirror.refused) == (2, 0)
+
+
+async def test_a_move_in_mlflow_is_followed_if_the_gate_was_passed_and_else_put_back_and_kept(
+    registry: Registry, tracker: MemoryTracker
+) -> None:
+    for content in ("aa", "bb", "cc"):
+        await registry.register(register(content), "ada")
+    await registry.promote(promote(1, "a"))
+    begun = await registry.begin_gate(BeginGate("triage/2", "ada", "g"))
+    await registry.end_gate(GateEnded(gate_id=begun.id, outcome="passed"), "ada")
+    assert await registry.wait_mirrored(5)
+
+    tracker.put_alias("triage", "champion", 2)
+    await _eventually(lambda: _moved(registry) == 2)
+    tracker.put_alias("triage", "champion", 3)
+    await _eventually(lambda: tracker.aliases("triage") == {"champion": 2})
+    *_, followed, refused = await registry.history("triage")
+    assert (followed.what, followed.by, followed.version) == ("external", "mlflow", 2)
+    assert (refused.what, refused.version, refused.alias) == ("external refused", 3, "champion")
+    assert "triage/3 is candidate" in refused.why
+
+
+def _moved(registry: Registry) -> int:
+    return registry._ledger.state.aliases("triage")["champion"]
+
+
+async def _eventually(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(8):
+        while not check():
+            await asyncio.sleep(0.02)
+
+
+async def test_lineage_goes_on_to_what_servers_have_reported(registry: Registry) -> None:
+    await registry.register(register("aa"), "ada")
+    now = datetime.now(UTC)
+    row = Traffic(version_id="triage/1", hour=now.replace(minute=0, second=0, microsecond=0), requests=3)
+    await registry.report(ServingReport(source="llm#a", node="n1", holds=("triage/1",)))
+    await registry.report(ServingReport(source="gateway#b", node="n1", traffic=(row,)))
+    links = await registry.lineage("triage")
+    assert [link.id for link in links] == ["triage/1", "replica/llm#a", f"traffic/triage/1/{now:%Y-%m-%d}"]

@@ -1,10 +1,12 @@
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
 from actors.registry.drivers import close_abandoned, dead
+from actors.registry.facts import Artifact, Driver, RunEnded, RunFact, VersionFact
 from actors.registry.ledger import Ledger
-from actors.registry.state import Driver, RunEnded, RunFact
+from actors.registry.rules import BeginGate, Register
 from actors.registry.store import MemoryEventStore
 
 HERE = Driver(job_id="01", node_id="node-a", pid=11)
@@ -50,3 +52,13 @@ def test_runs_of_dead_drivers_are_closed_with_a_verdict_and_no_others() -> None:
     }
     assert state.ended["lost"].verdict == "its node is gone"
     assert state.ended["lost"].presumed
+
+
+def test_a_gate_whose_driver_died_is_abandoned() -> None:
+    ledger = Ledger(MemoryEventStore())
+    fact = VersionFact(name="triage", kind="adapter", source_path=Path("/s"), base="smol")
+    ledger.commit(Register(fact, Artifact(path=Path("aa"), digest="aa")), by="t")
+    ledger.commit(BeginGate("triage/1", "t", "g", ELSEWHERE), by="t")
+    close_abandoned(ledger, lambda _: {ELSEWHERE: "its node is gone"})
+    assert ledger.state.stages["triage/1"] == "candidate"
+    assert ledger.state.verdicts["triage/1#gate-1"].reason == "its node is gone"

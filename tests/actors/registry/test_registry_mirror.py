@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.registry.facts import Artifact, GateEnded, RunEnded, RunFact, VersionFact
 from actors.registry.ledger import Ledger
-from actors.registry.mirror import Mirror
-from actors.registry.state import Artifact, Promote, Register, RunEnded, RunFact, VersionFact
+from actors.registry.mirror import ForeignMove, Mirror
+from actors.registry.rules import BeginGate, Promote, Register, Retire
 from actors.registry.store import Log, MemoryEventStore
 from cluster.errors import DependencyError, StateError
 from cluster.tracking import MemoryTracker
@@ -26,7 +27,16 @@ class Bench:
     def restart(self) -> None:
         self.store = MemoryEventStore(self.log)
         self.ledger = Ledger(self.store, clock=lambda: NOW)
-        self.mirror = Mirror(self.store, lambda: self.tracker, lambda: self.ledger.state)
+        self.foreign: list[ForeignMove] = []
+        self.mirror = Mirror(self.store, lambda: self.tracker, lambda: self.ledger.state, self.follow)
+
+    def follow(self, move: ForeignMove) -> bool:
+        """What was moved to version 1 is followed, all else is put back."""
+        self.foreign.append(move)
+        if move.version == 1:
+            command = Promote("triage", move.alias, {1: 1.0}, "mlflow", "w", f"m{len(self.foreign)}", external=True)
+            self.ledger.commit(command, by="mlflow")
+        return move.version == 1
 
     def register(self, content: str) -> None:
         fact = VersionFact(
@@ -35,7 +45,8 @@ class Bench:
         self.ledger.commit(Register(fact, Artifact(path=Path("/v") / content, digest=content)), by="t")
 
     def promote(self, version: int) -> None:
-        self.ledger.commit(Promote("triage", "champion", version, "t", "why", f"p{version}-{self.log.epoch}"), by="t")
+        command = Promote("triage", "champion", {version: 1.0}, "t", "why", f"p{version}-{self.log.epoch}", force=True)
+        self.ledger.commit(command, by="t")
 
 
 @pytest.fixture
@@ -92,7 +103,7 @@ def test_what_the_tracker_will_never_take_does_not_hold_up_the_rest(bench: Bench
     bench.mirror.catch_up()
     # The catalogue has lost the version that the alias is to point to.
     bench.tracker = MemoryTracker()
-    bench.ledger.commit(Promote("triage", "canary", 1, "t", "why", "c"), by="t")
+    bench.ledger.commit(Promote("triage", "canary", {1: 1.0}, "t", "why", "c"), by="t")
     bench.register("bb")
     bench.restart()
     bench.mirror.catch_up()
@@ -127,3 +138,50 @@ def test_the_thread_catches_up_by_itself_after_an_outage(bench: Bench) -> None:
     thread.join(timeout=5)
     assert bench.tracker.aliases("triage") == {"champion": 1}
     assert not thread.is_alive()
+
+
+def test_stages_and_verdicts_are_shown(bench: Bench) -> None:
+    bench.register("bb")
+    bench.mirror.catch_up()
+    stages = {number: tags["flywheel.stage"] for number, tags in bench.tracker.versions("triage").items()}
+    assert stages == {1: "promoted", 2: "candidate"}
+    bench.ledger.commit(BeginGate("triage/2", "t", "g"), by="t")
+    bench.ledger.commit(GateEnded(gate_id="triage/2#gate-1", outcome="blocked", reason="too slow"), by="t")
+    bench.mirror.catch_up()
+    tags = bench.tracker.versions("triage")[2]
+    assert (tags["flywheel.stage"], tags["flywheel.gate"]) == ("blocked", "too slow")
+    bench.ledger.commit(Retire("triage/2", "t", "no use", "r"), by="t")
+    bench.mirror.catch_up()
+    assert bench.tracker.versions("triage")[2]["flywheel.stage"] == "retired"
+
+
+def test_a_move_made_in_the_tracker_is_followed_or_put_back(bench: Bench) -> None:
+    bench.register("bb")
+    bench.promote(2)
+    bench.mirror.catch_up()
+    bench.mirror.look()
+    assert bench.foreign == []
+
+    bench.tracker.put_alias("triage", "champion", 1)
+    bench.tracker.put_alias("triage", "mine", 2)
+    bench.mirror.look()
+    assert [(move.alias, move.version) for move in bench.foreign] == [("champion", 1)]
+    assert bench.ledger.state.aliases("triage") == {"champion": 1}
+    bench.mirror.catch_up()
+    bench.mirror.look()
+    assert bench.tracker.aliases("triage") == {"champion": 1}
+    assert [(move.alias, move.version) for move in bench.foreign] == [("champion", 1), ("mine", 2)]
+
+    bench.tracker.drop_alias("triage", "champion")
+    bench.mirror.look()
+    assert bench.foreign[-1].version is None
+    assert bench.tracker.aliases("triage") == {"champion": 1}
+
+
+def test_nothing_is_taken_for_a_foreign_move_while_the_mirror_is_behind(bench: Bench) -> None:
+    bench.mirror.look()
+    bench.mirror.catch_up()
+    bench.register("bb")
+    bench.promote(2)
+    bench.mirror.look()
+    assert bench.foreign == []
