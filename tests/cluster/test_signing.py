@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -214,6 +215,9 @@ def test_a_signed_folder_of_another_version_is_refused(model: Path, home: Home, 
     found = refusal(other, home, digest=wanted)
     assert found.reason == "changed"
     assert wanted[:12] in found.message
+    verify(other, home, what="adapter triage/2", digest=digest_folder(other)[:12])
+    for too_few in ("", digest_folder(other)[:11]):
+        assert refusal(other, home, digest=too_few).reason == "changed"
 
 
 def test_a_stranger_is_not_believed_until_trusted(model: Path, home: Home, tmp_path: Path) -> None:
@@ -234,6 +238,13 @@ def test_a_signature_that_names_a_trusted_key_but_is_anothers_is_refused(
     sign(model, Home(tmp_path / "theirs"))
     rewritten(signature_path(model), lambda bundle: bundle["verificationMaterial"]["publicKey"].update(hint=ours.hint))
     assert refusal(model, home).reason == "bad_signature"
+
+
+def test_a_refusal_survives_the_way_to_another_process(model: Path, home: Home) -> None:
+    signature_path(model).unlink()
+    found = pickle.loads(pickle.dumps(refusal(model, home)))
+    assert isinstance(found, SignatureError)
+    assert (found.reason, found.status, found.retryable) == ("unsigned", 503, False)
 
 
 def test_a_refusal_is_logged_in_one_line(model: Path, home: Home, caplog: pytest.LogCaptureFixture) -> None:

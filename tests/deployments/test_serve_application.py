@@ -14,8 +14,9 @@ import numpy as np
 import openai
 import pytest
 
-from actors.registry.state import Version, VersionFact
+from actors.registry.facts import Version, VersionFact
 from cluster.models import obtain
+from cluster.signing import signature_path
 from tests.adapters import write_adapter
 from tests.serving import BASE, EMBEDDER, MAX_LORA_RANK, MAX_MODEL_LEN, ServeApp
 
@@ -209,9 +210,11 @@ def test_a_broken_adapter_fails_alone(serve_app: ServeApp, tmp_path: Path) -> No
     wrong = write_adapter(tmp_path / "wrong", obtain(BASE, serve_app.home).path, seed=8, width=96)
     misfit = serve_app.registry.register(VersionFact(name="misfit", kind="adapter", source_path=wrong, base=BASE))
     until(lambda: {f"{BASE}:{lost.id}", f"{BASE}:{misfit.id}"} <= names(serve_app))
+    unsigned = serve_app.register("unsigned", seed=time.time_ns())
+    signature_path(Path(unsigned.path)).unlink()
     large = serve_app.register("large", seed=9, rank=2 * MAX_LORA_RANK)
-    until(lambda: f"{BASE}:{large.id}" in names(serve_app))
-    for version, status in ((lost, 503), (misfit, 400), (large, 400)):
+    until(lambda: {f"{BASE}:{large.id}", f"{BASE}:{unsigned.id}"} <= names(serve_app))
+    for version, status in ((lost, 503), (unsigned, 503), (misfit, 400), (large, 400)):
         for stream in (False, True):
             with pytest.raises(openai.APIStatusError) as caught:
                 serve_app.sdk.chat.completions.create(
