@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 import psycopg
@@ -69,6 +69,8 @@ class Postgres:
 
     def start(self) -> None:
         """Come up, recovering if the last end was a crash, and return when connections are answered."""
+        # The server is told of the death of the thread that started it, not of the process.
+        assert threading.current_thread() is threading.main_thread()
         options = {**_SETTINGS, "port": str(self.port), "unix_socket_directories": str(self._folder)}
         command = [str(self._binaries / "postgres"), "-D", str(self._data)]
         for name, value in options.items():
@@ -150,26 +152,36 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
-        self._swallow = threading.Event()
-        self._swallowed = threading.Event()
-        self._frozen = threading.Event()
+        self._at_commit: Literal["lose", "freeze"] | None = None
+        self._lost = threading.Event()
+        self._healed = threading.Event()
+        self.frozen = threading.Event()
+        """Set while nothing is forwarded."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lose_next_commit_answer(self) -> Callable[[], bool]:
         """The next COMMIT reaches the server, its answer nobody: the connection breaks. Returns: has it happened?"""
-        self._swallowed.clear()
-        self._swallow.set()
-        return self._swallowed.is_set
+        self._at_commit = "lose"
+        return self._lost.is_set
+
+    def freeze_before_next_commit(self) -> None:
+        """The next COMMIT goes nowhere, and nothing does from then on: a partition in mid-transaction."""
+        self._at_commit = "freeze"
 
     def freeze(self) -> None:
         """Forward nothing any more, in either direction, and close nothing: a partition."""
-        self._frozen.set()
+        self.frozen.set()
+
+    def heal(self) -> None:
+        """Forward what has waited, and all that comes."""
+        self.frozen.clear()
+        self._healed.set()
 
     def close(self) -> None:
         """Break every connection."""
+        self.heal()
         for each in (self._listener, *self._open):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+            _shut(each)
             each.close()
 
     def _accept(self) -> None:
@@ -184,29 +196,30 @@ class Proxy:
                 client.close()
                 continue
             self._open += [client, server]
+            lost = threading.Event()
             for source, target in ((client, server), (server, client)):
-                threading.Thread(target=self._pump, args=(source, target, source is client), daemon=True).start()
+                threading.Thread(target=self._pump, args=(source, target, source is client, lost), daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket, outward: bool) -> None:
-        lose = False
+    def _pump(self, source: socket.socket, target: socket.socket, outward: bool, lost: threading.Event) -> None:
         with suppress(OSError):
             while chunk := source.recv(1 << 16):
-                if self._frozen.is_set():
-                    threading.Event().wait(120)
-                    return
-                if outward and self._swallow.is_set() and b"COMMIT" in chunk:
-                    lose = True
-                    self._swallow.clear()
-                    # The other direction ends first: nothing of the answer may slip through.
-                    source.shutdown(socket.SHUT_WR)
-                target.sendall(chunk)
-                if lose:
-                    time.sleep(0.3)  # the server commits
-                    self._swallowed.set()
+                if outward and b"COMMIT" in chunk and self._at_commit is not None:
+                    todo, self._at_commit = self._at_commit, None
+                    (lost if todo == "lose" else self.frozen).set()
+                if self.frozen.is_set():
+                    self._healed.wait()
+                if lost.is_set() and not outward:
+                    # The answer has come, so the server has committed.
+                    self._lost.set()
                     break
-        for each in (source, target):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                target.sendall(chunk)
+        _shut(source)
+        _shut(target)
+
+
+def _shut(side: socket.socket) -> None:
+    with suppress(OSError):
+        side.shutdown(socket.SHUT_RDWR)
 
 
 def dump(uri: str) -> Rows:

@@ -1,4 +1,4 @@
-"""What every tracker must do: memory, MLflow's own database, and an MLflow server in front of one."""
+"""What every tracker must do: memory, MLflow's own database in SQLite and in PostgreSQL, an MLflow server in front."""
 
 import os
 import socket
@@ -14,6 +14,7 @@ import pytest
 from cluster.errors import DependencyError
 from cluster.storage import Home
 from cluster.tracking import MemoryTracker, MlflowTracker, TrackedVersion, Tracker, prepare_tracking
+from tests.postgres import Postgres
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,11 @@ def server_uri(tracking_home: Home) -> Iterator[str]:
         server.wait(timeout=20)
 
 
+@pytest.fixture(scope="module")
+def postgres_uri(tracking_home: Home, postgres: Postgres) -> str:
+    return prepare_tracking(tracking_home, postgres.uri(postgres.create_database()))
+
+
 def _healthy(port: int) -> bool:
     try:
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
@@ -65,6 +71,7 @@ def _healthy(port: int) -> bool:
         "memory",
         pytest.param("mlflow", marks=pytest.mark.integration),
         pytest.param("mlflow-server", marks=pytest.mark.integration),
+        pytest.param("mlflow-postgres", marks=pytest.mark.integration),
     ]
 )
 def tracker(request: pytest.FixtureRequest) -> Tracker:
@@ -72,6 +79,8 @@ def tracker(request: pytest.FixtureRequest) -> Tracker:
         return MemoryTracker()
     if request.param == "mlflow":
         return MlflowTracker(prepare_tracking(request.getfixturevalue("tracking_home")))
+    if request.param == "mlflow-postgres":
+        return MlflowTracker(request.getfixturevalue("postgres_uri"))
     return MlflowTracker(request.getfixturevalue("server_uri"))
 
 
