@@ -1,19 +1,60 @@
 """Settings of evaluation and of the gate in front of an alias."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cluster.config import Config
+
+
+class SliceConfig(Config):
+    """No part of the cases may get clearly worse, however much the whole gains."""
+
+    by: Literal["label", "group"] = "label"
+    """`label`: cases of one right answer; `group`: cases of one group of the data (in the demo a package)."""
+    max_drop: float = Field(default=0.1, ge=0, lt=1)
+    """A slice may lose this share of right answers; it blocks beyond it, if the loss is more than luck."""
+    min_cases: int = Field(default=20, ge=2)
+    """Slices with fewer cases are not looked at."""
+
+
+class ParityConfig(Config):
+    """How far the engine with the candidate may be from the trainer's forward of it."""
+
+    max_mean_nats: float | None = Field(default=None, gt=0)
+    """Largest mean |Δ log p|; unset: what rounding in the engine's dtype explains (`parity.TOLERANCE_NATS`)."""
+
+
+class BudgetConfig(Config):
+    """What answering with the candidate may take. All of it is measured anyway; what is set is checked."""
+
+    p99_latency_s: float | None = Field(default=None, gt=0)
+    """Of one request at a time, from its messages to its whole answer, inside the engine."""
+    usd_per_million_tokens: float | None = Field(default=None, gt=0)
+    """Of prompt and generated tokens together, in full batches."""
+    usd_per_hour: float | None = Field(default=None, gt=0)
+    """What the machine costs on which the engine runs: turns tokens per second into a price."""
+
+    @model_validator(mode="after")
+    def _price_can_be_told(self) -> Self:
+        if self.usd_per_million_tokens is not None and self.usd_per_hour is None:
+            raise ValueError(
+                "usd_per_million_tokens needs usd_per_hour: what the machine costs turns tokens per second into a price"
+            )
+        return self
 
 
 class GateConfig(Config):
     """What a candidate must show before the alias moves to it."""
 
     metric: Literal["exact_match"] = "exact_match"
-    beats: Literal["base"] = "base"
+    beats: Literal["base", "champion"] = "champion"
+    """`champion`: the version at which the recipe's alias stands now, or the base while there is none."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """The paired interval of (candidate - base) at this confidence must lie above zero."""
+    """The paired interval of the difference at this confidence must lie above zero."""
+    slices: SliceConfig | None = SliceConfig()
+    parity: ParityConfig = ParityConfig()
+    budget: BudgetConfig | None = None
 
 
 class EvaluateConfig(Config):

@@ -8,18 +8,39 @@ right answers, scores or the registry.
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from actors.data.rows import Message
-from actors.evaluation.parity import Dtype, Observed, ParityCase, ParityVerdict, compare, reference
+from actors.evaluation.parity import (
+    Dtype,
+    Observed,
+    ParityCase,
+    ParityReference,
+    ParityVerdict,
+    adapter_reference,
+    compare,
+    reference,
+)
 from cluster import environment
-from cluster.models import StoredModel
+from cluster.models import StoredModel, require_signed
+from cluster.signing import Verifier, verify
 from cluster.storage import Home
 
 # vLLM allocates for one of these ranks.
 _RANKS = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One batch: `texts` in the order of the conversations, and what it took."""
+
+    texts: list[str]
+    prompt_tokens: int
+    generated_tokens: int
+    seconds: float
 
 
 class BatchEngine:
@@ -27,13 +48,23 @@ class BatchEngine:
 
     def __init__(
         self,
-        model: Path,
+        model: StoredModel,
         adapters: dict[str, Path],
+        home: Home,
         *,
         dtype: Dtype = "bfloat16",
         gpu: bool = False,
     ) -> None:
-        """`adapters` by name: folders as PEFT saves them."""
+        """`adapters` by name: folders as PEFT saves them. `home`: whose keys are trusted.
+
+        Raises `SignatureError` if nobody who is trusted vouches for the base, or for a registered adapter.
+        """
+        require_signed(model, home, Verifier())
+        for name, path in adapters.items():
+            # An adapter is signed when it becomes a version. One that is measured straight from its checkpoint is what
+            # a run of ours has just written, and nobody else is offered it before it is registered.
+            if path.is_relative_to(home.versions):
+                verify(path, home, what=f"adapter {name}", digest=path.name)
         began = monotonic()
         from vllm import LLM  # seconds, and sets up its device
         from vllm.lora.request import LoRARequest
@@ -43,9 +74,12 @@ class BatchEngine:
             rank = max(_rank(path) for path in adapters.values())
             allowed = next(size for size in _RANKS if size >= rank)
             lora = {"enable_lora": True, "max_lora_rank": allowed, "max_loras": len(adapters)}
-        self._llm = LLM(model=str(model), dtype=dtype, enforce_eager=not gpu, disable_log_stats=True, seed=0, **lora)
+        self._llm = LLM(
+            model=str(model.path), dtype=dtype, enforce_eager=not gpu, disable_log_stats=True, seed=0, **lora
+        )
         self._dtype: Dtype = dtype
         self._start_s = monotonic() - began
+        self._folders = dict(adapters)
         self._adapters = {
             name: LoRARequest(name, number, str(path)) for number, (name, path) in enumerate(adapters.items(), 1)
         }
@@ -56,17 +90,39 @@ class BatchEngine:
 
     def answer(
         self, conversations: Sequence[list[Message]], candidates: Sequence[str | None], *, max_new_tokens: int
-    ) -> list[str]:
+    ) -> Answered:
         """Greedy answers. `candidates[i]` names the adapter that answers `conversations[i]`; None is the base."""
         from vllm import SamplingParams
 
+        began = monotonic()
         outputs = self._llm.chat(
             list(conversations),
             SamplingParams(temperature=0.0, max_tokens=max_new_tokens),
             lora_request=self._requests(candidates),
             use_tqdm=False,
         )
-        return [output.outputs[0].text for output in outputs]
+        return Answered(
+            texts=[output.outputs[0].text for output in outputs],
+            prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+            generated_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
+            seconds=monotonic() - began,
+        )
+
+    def latencies(
+        self, conversations: Sequence[list[Message]], candidate: str | None, *, max_new_tokens: int, within_s: float
+    ) -> list[float]:
+        """Seconds that each conversation takes when it is asked alone, one after the other; at least one of them.
+
+        No new one is begun after `within_s`. The engine is warm, and has forgotten all prompts before the first.
+        """
+        self.answer(conversations[:1], [candidate], max_new_tokens=max_new_tokens)
+        self._llm.reset_prefix_cache()
+        began, taken = monotonic(), list[float]()
+        for conversation in conversations:
+            taken.append(self.answer([conversation], [candidate], max_new_tokens=max_new_tokens).seconds)
+            if monotonic() - began >= within_s:
+                break
+        return taken
 
     def parity(self, model: StoredModel, home: Home) -> ParityVerdict:
         """Whether this engine's base computes what the trainer computes: all cases in one batch, then each alone."""
@@ -75,6 +131,22 @@ class BatchEngine:
         if not together.passed:
             return together
         return compare(expected, [self.observe([case])[0] for case in expected.cases], self._dtype)
+
+    def adapter_parity(
+        self, model: StoredModel, name: str, conversations: Sequence[list[Message]], max_mean_nats: float | None = None
+    ) -> ParityVerdict:
+        """Whether the adapter `name` on `model` computes here what it does in the trainer's forward.
+
+        The cases come in one batch in which every other request is the base's, then each alone.
+        """
+        expected: ParityReference = adapter_reference(model, self._folders[name], conversations)
+        doubled = [case for case in expected.cases for _ in range(2)]
+        mixed = self.observe(doubled, [name, None] * len(expected.cases))[::2]
+        together = compare(expected, mixed, self._dtype, max_mean_nats)
+        if not together.passed:
+            return together
+        alone = [self.observe([case], [name])[0] for case in expected.cases]
+        return compare(expected, alone, self._dtype, max_mean_nats)
 
     def observe(self, cases: Sequence[ParityCase], candidates: Sequence[str | None] | None = None) -> list[Observed]:
         """What `candidates[i]` (None: the base) says of `cases[i]`, all in one batch."""

@@ -1,11 +1,11 @@
-"""`flywheel evaluate`: a registered version against its base, on the recipe's held-out data."""
+"""`flywheel evaluate`: a registered version against base and champion, on the recipe's held-out data."""
 
 from dataclasses import dataclass
 
 from actors.data.build import build
 from actors.evaluation.evaluate import evaluate
 from actors.evaluation.report import EvaluationReport
-from actors.registry.state import AliasMove, EvaluationFact, Version
+from actors.registry.facts import AliasMove, EvaluationFact, Version
 from app.display import Display
 from app.pipelines import stages
 from app.pipelines.train import ground
@@ -35,6 +35,7 @@ def run(recipe: Recipe, home: Home, display: Display, *, reference: str | None, 
         raise ConfigError("--promote needs `register: {on_pass: ALIAS}` in the recipe.", hint="Add it.")
     with connected(), ground(recipe, home, display) as standing:
         version = standing.registry.show(reference).version
+        champion = stages.champion(standing, version.name)
         with display.stage("models"):
             (base,) = stages.models(standing, version.base)
         with display.stage("data"):
@@ -48,6 +49,8 @@ def run(recipe: Recipe, home: Home, display: Display, *, reference: str | None, 
                 adapters={stages.CANDIDATE: version.path},
                 examples=cases,
                 home=home,
+                champion=champion,
+                dtype=stages.serving_dtype(recipe),
                 sink=display,
             )
         standing.registry.evaluation(

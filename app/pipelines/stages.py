@@ -15,10 +15,12 @@ from actors.data.build import build
 from actors.data.examples import ChatExample, read
 from actors.data.prepare import prepare
 from actors.data.version import DataVersion
+from actors.evaluation.evaluate import Champion
 from actors.evaluation.evaluate import evaluate as run_suites
+from actors.evaluation.parity import Dtype
 from actors.evaluation.report import EvaluationReport
 from actors.registry.client import RegistryClient
-from actors.registry.state import (
+from actors.registry.facts import (
     AliasMove,
     CheckpointFact,
     DataFact,
@@ -32,7 +34,7 @@ from actors.training.controller import TrainingResult, new_run_id
 from actors.training.controller import train as run_training
 from app.pipelines.provenance import code_commit
 from app.recipe import Recipe
-from cluster.errors import ConfigError, DependencyError, FlywheelError
+from cluster.errors import ConfigError, DependencyError, FlywheelError, RequestError
 from cluster.models import StoredModel, obtain
 from cluster.progress import Progress, Sink
 from cluster.storage import Home
@@ -165,13 +167,15 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
 
 
 def evaluate(ground: Ground, base: StoredModel, data: Data, result: TrainingResult) -> EvaluationReport:
-    """Measure base and adapter on the held-out examples, in one engine, and ask the gate."""
+    """Measure base, champion and adapter on the held-out examples, in one engine, and ask the gate."""
     report = run_suites(
         ground.recipe.evaluate,
         base=base,
         adapters={CANDIDATE: result.adapter},
         examples=data.held_out,
         home=ground.home,
+        champion=champion(ground, ground.recipe.registration.name) if ground.recipe.registration else None,
+        dtype=serving_dtype(ground.recipe),
         sink=ground.sink,
     )
     ground.registry.evaluation(
@@ -185,6 +189,26 @@ def evaluate(ground: Ground, base: StoredModel, data: Data, result: TrainingResu
         )
     )
     return report
+
+
+def champion(ground: Ground, name: str) -> Champion | None:
+    """The version of `name` at the recipe's alias now; None if the gate does not ask for it or there is none."""
+    recipe = ground.recipe
+    wanted = recipe.registration
+    if recipe.evaluate.gate.beats != "champion" or wanted is None or wanted.on_pass is None:
+        return None
+    try:
+        standing = ground.registry.show(f"{name}@{wanted.on_pass}").version
+    except RequestError as error:
+        if error.status != 404:
+            raise
+        return None
+    return Champion(standing.id, standing.path, standing.base_digest)
+
+
+def serving_dtype(recipe: Recipe) -> Dtype:
+    """What the engine that will serve computes in: a verdict on another one would be about another one."""
+    return recipe.serve.llm.dtype if recipe.serve and recipe.serve.llm else "bfloat16"
 
 
 def register(

@@ -36,6 +36,11 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         ("evaluate.suites=[]", "evaluate.suites"),
         ("adapter.target_modules=[]", "adapter.target_modules"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate"),
+        ("evaluate.gate.slices={by: color}", "evaluate.gate.slices.by"),
+        ("evaluate.gate.slices={max_drop: -0.1}", "evaluate.gate.slices.max_drop"),
+        ("evaluate.gate.parity={max_mean_nats: 0}", "evaluate.gate.parity.max_mean_nats"),
+        ("evaluate.gate.budget={p99_latency: 2}", "p99_latency_s"),
+        ("evaluate.gate.budget={usd_per_million_tokens: 2}", "needs usd_per_hour"),
     ],
 )
 def test_a_value_that_could_only_fail_later_is_refused_now(assignment: str, part: str) -> None:
@@ -54,3 +59,10 @@ def test_an_unknown_recipe_lists_the_shipped_ones(tmp_path: Path) -> None:
         recipes.load(tmp_path / "none.yaml")
     assert "none.yaml" in caught.value.message
     assert "error-triage" in str(caught.value.hint)
+
+
+def test_a_gate_says_what_it_checks_and_a_part_of_it_can_be_left_out() -> None:
+    gate = recipes.load("error-triage", ["evaluate.gate.slices=null"]).evaluate.gate
+    assert (gate.beats, gate.slices, gate.budget) == ("champion", None, None)
+    priced = recipes.load("error-triage", ["evaluate.gate.budget={usd_per_million_tokens: 2, usd_per_hour: 1.5}"])
+    assert priced.evaluate.gate.budget is not None

@@ -1,13 +1,16 @@
-"""A tracker shows a run; it never decides about one."""
+"""A tracker shows a run and never decides about one; the champion is whoever the alias stands at now."""
 
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from actors.registry.client import RegistryClient
-from actors.registry.state import RunEnded
+from actors.registry.facts import RunEnded
+from actors.registry.views import VersionView
 from app import recipe as recipes
 from app.pipelines import stages
-from cluster.errors import DependencyError
+from cluster.errors import DependencyError, RequestError
 from cluster.progress import silent
 from cluster.storage import Home
 from cluster.tracking import MemoryTracker, TrackedStatus
@@ -34,8 +37,20 @@ class Ends:
         return fact
 
 
-def ground(tracker: MemoryTracker, registry: Ends, tmp_path: Path) -> stages.Ground:
-    recipe = recipes.load("error-triage")
+class Shows:
+    """The part of the registry's client that finding the champion needs, while it has `error`."""
+
+    def __init__(self, error: RequestError) -> None:
+        self.asked: list[str] = []
+        self._error = error
+
+    def show(self, reference: str) -> VersionView:
+        self.asked.append(reference)
+        raise self._error
+
+
+def ground(tracker: MemoryTracker, registry: Ends | Shows, tmp_path: Path, *settings: str) -> stages.Ground:
+    recipe = recipes.load("error-triage", settings)
     return stages.Ground(recipe, Home(tmp_path), cast(RegistryClient, registry), tracker, "memory", silent)
 
 
@@ -58,3 +73,27 @@ def test_a_tracker_that_is_there_gets_settings_and_end(tmp_path: Path) -> None:
     shown = tracker.run(run)
     assert shown.params["optimizer.learning_rate"] == "0.1"
     assert shown.status == "stopped"
+
+
+def test_without_an_alias_there_is_no_champion(tmp_path: Path) -> None:
+    registry = Shows(RequestError("no such alias", status=404))
+    assert stages.champion(ground(MemoryTracker(), registry, tmp_path), "triage") is None
+    assert registry.asked == ["triage@champion"]
+
+
+def test_a_registry_that_refuses_is_not_taken_for_one_without_a_champion(tmp_path: Path) -> None:
+    registry = Shows(RequestError("not allowed", status=403))
+    with pytest.raises(RequestError, match="not allowed"):
+        stages.champion(ground(MemoryTracker(), registry, tmp_path), "triage")
+
+
+def test_a_gate_against_the_base_does_not_ask_for_the_champion(tmp_path: Path) -> None:
+    registry = Shows(RequestError("no such alias", status=404))
+    standing = ground(MemoryTracker(), registry, tmp_path, "evaluate.gate.beats=base")
+    assert stages.champion(standing, "triage") is None
+    assert registry.asked == []
+
+
+def test_the_gate_measures_in_the_dtype_that_will_serve(tmp_path: Path) -> None:
+    assert stages.serving_dtype(recipes.load("error-triage", ["serve.llm.dtype=float32"])) == "float32"
+    assert stages.serving_dtype(recipes.load("error-triage", ["serve=null"])) == "bfloat16"

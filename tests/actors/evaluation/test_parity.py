@@ -49,3 +49,8 @@ def test_a_missing_answer_is_the_callers_mistake() -> None:
 )
 def test_the_longest_run_of_sure_tokens(flags: str, run: tuple[int, int]) -> None:
     assert longest_run([flag == "x" for flag in flags]) == run
+
+
+def test_a_recipe_may_ask_for_more_than_the_dtype_explains() -> None:
+    assert not compare(EXPECTED, observed(0.05), "bfloat16", 0.01).passed
+    assert compare(EXPECTED, observed(0.05), "float32", 0.06).tolerance_nats == 0.06
