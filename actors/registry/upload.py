@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
@@ -225,26 +225,26 @@ class Upload:
 
 
 @contextmanager
-def claim(folder: Path, *, wait: bool = True) -> Iterator[Upload | None]:
+def claim(folder: Path, *, patient: bool = True) -> Iterator[Upload | None]:
     """Hold an upload's folder, made if it is missing; the kernel lets go of it when its holder dies.
 
-    Not `wait`: None if there is none, or somebody holds it.
+    Not `patient`: None if there is none, or somebody holds it.
     """
     with ExitStack() as held:
         while True:
             try:
-                if wait:
+                if patient:
                     folder.mkdir(exist_ok=True)
-                flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if wait else 0)
+                flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if patient else 0)
                 journal = os.open(folder / _JOURNAL, flags, 0o600)
             except FileNotFoundError:
-                if wait:
+                if patient:
                     continue
                 yield None
                 return
             descriptor = held.enter_context(os.fdopen(journal, "r+b", buffering=0))
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
             except BlockingIOError:
                 yield None
                 return
@@ -472,13 +472,9 @@ class _Copy:
         return {one.file.name: digest}
 
     def _wait(self, future: Future[_Result]) -> _Result:
-        while True:
-            try:
-                return future.result(timeout=_REPORT_EVERY_S)
-            except TimeoutError:
-                if future.done():
-                    raise
-                self._report(_REPORT_EVERY_S)
+        while not wait([future], timeout=_REPORT_EVERY_S).done:
+            self._report(_REPORT_EVERY_S)
+        return future.result()
 
     def _report(self, every_s: float) -> None:
         now = time.monotonic()
