@@ -1,0 +1,366 @@
+"""Garbage: what may be deleted, and how, so that nothing anybody needs is ever without its only copy.
+
+`look` says what lies on the disk, `plan` what of it may go, `collect` does it. `plan` is pure: a dry run is a plan.
+
+Kept are the files of every version that is not retired, and of every version that an alias, a rollback, a gate, a run
+that goes on, or a pin reaches; of what those were made from; and the checkpoints of runs that go on or can be taken
+up again, and of versions that are kept. Free are retired versions that nothing reaches, folders that no version
+points to, what dead uploads left behind, cached copies of adapters that are no version's any more, and checkpoints of
+completed runs that nothing was made from. Nothing is freed before it has been untouched for a grace period.
+
+A registration touches the folder that it publishes, or finds, under the same lock that `collect` holds while it takes
+one away; and it makes the files again if they are gone. So one that runs at this moment is spared by the grace period,
+or comes later and has its own copy.
+"""
+
+import logging
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+from actors.registry.facts import CheckpointFact, EvaluationFact, Retired, RunFact, Version
+from actors.registry.state import State, held
+from actors.registry.upload import FOLDER_DIGITS, UPLOAD_PREFIX, claim
+from cluster.signing import SIGNATURE_SUFFIX, signature_path
+from cluster.storage import PARTIAL_PREFIX, Home, only_one
+
+What = Literal["version", "signature", "upload", "scratch", "trash", "cached adapter", "checkpoint"]
+
+GRACE: Final = timedelta(days=1)
+TRASH_PREFIX: Final = f"{PARTIAL_PREFIX}trash-"
+_VERSION: Final = re.compile(rf"[0-9a-f]{{{FOLDER_DIGITS}}}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_STEP: Final = re.compile(r"step-[0-9]+")
+
+_logger = logging.getLogger(__name__)
+_AnyFact = TypeVar("_AnyFact")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something on the disk. `touched_at` is the newest time in it, `size_bytes` counts its files and its signature."""
+
+    what: What
+    path: Path
+    size_bytes: int
+    touched_at: datetime
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that may go, and why. `version_ids`: the retired versions whose files it holds."""
+
+    found: Found
+    why: str
+    version_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What may go, and why the rest stays, by version id."""
+
+    free: tuple[Item, ...]
+    kept: Mapping[str, str]
+    now: datetime
+    grace: timedelta
+    loaded: frozenset[str] = frozenset()
+
+    @property
+    def version_ids(self) -> tuple[str, ...]:
+        """Versions that lose their files: to be recorded as collected before `collect` begins."""
+        return tuple(sorted({id_ for item in self.free for id_ in item.version_ids}))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that would be freed."""
+        return sum(item.found.size_bytes for item in self.free)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has been freed; and what was to be, but is left, with the reason."""
+
+    freed: tuple[Item, ...]
+    left: Mapping[Path, str] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that have been freed."""
+        return sum(item.found.size_bytes for item in self.freed)
+
+
+def reachable(state: State, loaded: Collection[str] = ()) -> dict[str, str]:
+    """Why the files of a version stay, by version id. `loaded`: ids of versions that replicas hold now.
+
+    More than `state.held`: a version that is not retired may still be promoted, so it and what it was made from stay.
+    """
+    why = dict(held(state)) | {id_: "a replica holds it" for id_ in loaded if id_ in state.stages}
+    versions = {version.id: version for several in state.versions.values() for version in several}
+    by_digest: dict[str, list[str]] = {}
+    for version in versions.values():
+        by_digest.setdefault(version.digest, []).append(version.id)
+        if state.stages[version.id] != "retired":
+            why.setdefault(version.id, f"it is {state.stages[version.id]}")
+
+    def bases(of: Version | RunFact) -> list[str]:
+        parent = of.parent if isinstance(of, Version) else None
+        return [id_ for id_ in (parent, of.base, *by_digest.get(of.base_digest, ())) if id_ in versions]
+
+    for run in _facts(state, RunFact):
+        if _may_go_on(state, run.id):
+            for id_ in bases(run):
+                why.setdefault(id_, f"run {run.id} trains on it")
+    waiting = list(why)
+    while waiting:
+        child = waiting.pop()
+        for id_ in bases(versions[child]):
+            if id_ not in why:
+                why[id_] = f"{child} was made from it"
+                waiting.append(id_)
+    return why
+
+
+def look(home: Home) -> tuple[Found, ...]:
+    """Everything in the version store, the adapter cache and the runs that `plan` has an opinion on."""
+    return tuple(found for what, path in _candidates(home) if (found := _find(what, path)) is not None)
+
+
+def plan(
+    state: State,
+    found: Iterable[Found],
+    home: Home,
+    *,
+    now: datetime,
+    grace: timedelta = GRACE,
+    loaded: Collection[str] = (),
+) -> Plan:
+    """What of `found` may go. Reads nothing; `home` says where things belong."""
+    why = reachable(state, loaded)
+    rules = _Rules(state, home, why, now - grace)
+    free = [item for one in found if (item := rules.judge(one)) is not None]
+    return Plan(tuple(free), why, now, grace, frozenset(loaded))
+
+
+def collect(plan_: Plan, home: Home, state: Callable[[], State]) -> Outcome:
+    """Delete what the plan says, each thing looked at again with the `state` of that moment.
+
+    The caller has recorded `plan_.version_ids` as collected. Killed at any point, it leaves whole folders, and
+    `.partial-trash-…` for the next time.
+    """
+    freed: list[Item] = []
+    left: dict[Path, str] = {}
+    for item in plan_.free:
+        try:
+            reason = _remove(item, plan_, home, state)
+        except OSError as error:
+            reason = f"it cannot be deleted: {error.strerror or error}"
+        if reason:
+            left[item.found.path] = reason
+            _logger.warning("%s stays: %s", item.found.path, reason)
+        else:
+            freed.append(item)
+            _logger.info("freed %s (%d bytes): %s", item.found.path, item.found.size_bytes, item.why)
+    return Outcome(tuple(freed), left)
+
+
+def location(version: Version, home: Home) -> Path:
+    """The absolute folder of a version's files."""
+    return home.versions / version.path
+
+
+class _Rules:
+    """The verdict on one thing after another, for one state."""
+
+    def __init__(self, state: State, home: Home, why: Mapping[str, str], before: datetime) -> None:
+        self._state = state
+        self._home = home
+        self._why = why
+        self._before = before
+        self._owners: dict[Path, list[Version]] = {}
+        self._digests: set[str] = set()
+        for version in (version for several in state.versions.values() for version in several):
+            self._owners.setdefault(_plain(location(version, home)), []).append(version)
+            if version.id in why:
+                self._digests.add(version.digest)
+        self._checkpoints = {_plain(fact.path): fact for fact in _facts(state, CheckpointFact)}
+        kept = [version for several in state.versions.values() for version in several if version.id in why]
+        self._made_from = {version.checkpoint_id for version in kept} | {
+            fact.checkpoint_id for fact in _facts(state, EvaluationFact) if fact.passed
+        }
+        self._newest: dict[str, datetime] = {}
+        for event in state.entries.values():
+            if isinstance(event.fact, CheckpointFact):
+                self._newest[event.fact.run_id] = event.at
+
+    def judge(self, found: Found) -> Item | None:
+        if found.what == "trash":
+            return Item(found, "it was being deleted when its process died")
+        if found.touched_at >= self._before:
+            return None
+        match found.what:
+            case "version":
+                return self._version(found)
+            case "cached adapter":
+                if found.path.name in self._digests:
+                    return None
+                return Item(found, "a copy of what is no version any more")
+            case "checkpoint":
+                return self._checkpoint(found)
+            case "signature":
+                return Item(found, "the signature of a folder that is gone")
+            case "upload":
+                return Item(found, "an upload that nobody went on with")
+            case _:
+                return Item(found, "left behind by a process that died")
+
+    def _version(self, found: Found) -> Item | None:
+        owners = self._owners.get(_plain(found.path), [])
+        if any(version.id in self._why for version in owners):
+            return None
+        if not owners:
+            return Item(found, "no version points to it")
+        ids = tuple(version.id for version in owners)
+        for id_ in ids:
+            # The grace period of a version begins when it retires, however old its files are.
+            event = self._state.entries.get(f"{id_}#retired")
+            if event is not None and isinstance(event.fact, Retired) and event.at >= self._before:
+                return None
+        return Item(found, f"{', '.join(ids)} is retired, and nothing reaches it", ids)
+
+    def _checkpoint(self, found: Found) -> Item | None:
+        fact = self._checkpoints.get(_plain(found.path))
+        # What the registry has not heard of may be committed any moment.
+        if fact is None or _may_go_on(self._state, fact.run_id) or fact.id in self._made_from:
+            return None
+        if self._newest[fact.run_id] >= self._before:
+            return None
+        return Item(found, f"run {fact.run_id} is completed, and nothing that stays was made from it")
+
+
+def _may_go_on(state: State, run_id: str) -> bool:
+    """Whether a run runs, or can be taken up again from its last checkpoint."""
+    return run_id not in state.ended or state.ended[run_id].status != "completed"
+
+
+def _facts(state: State, kind: type[_AnyFact]) -> Iterator[_AnyFact]:
+    return (event.fact for event in state.entries.values() if isinstance(event.fact, kind))
+
+
+def _plain(path: Path) -> Path:
+    """Without `..` and `.`, the links of folders above it followed: one folder is one path."""
+    return path.parent.resolve() / path.name
+
+
+def _candidates(home: Home) -> Iterator[tuple[What, Path]]:
+    for store in (path for path in _entries(home.versions) if path.is_dir() and not path.name.startswith(".")):
+        for path in _entries(store):
+            what = _kind_of(path)
+            if what is not None:
+                yield what, path
+            elif _VERSION.fullmatch(path.name):
+                yield "version", path
+            elif _is_stray(path, _VERSION):
+                yield "signature", path
+    for path in _entries(home.adapter_cache):
+        what = _kind_of(path)
+        if what is not None:
+            yield what, path
+        elif _DIGEST.fullmatch(path.name):
+            yield "cached adapter", path
+        elif _is_stray(path, _DIGEST):
+            yield "signature", path
+    for run in (path for path in _entries(home.runs) if path.is_dir()):
+        for path in _entries(run):
+            if _STEP.fullmatch(path.name):
+                yield "checkpoint", path
+            elif path.name.startswith(TRASH_PREFIX):
+                yield "trash", path
+
+
+def _kind_of(path: Path) -> What | None:
+    """What its name says of a thing that is on its way in or out; None for anything else."""
+    if path.name.startswith(TRASH_PREFIX):
+        return "trash"
+    if path.name.startswith(UPLOAD_PREFIX):
+        return "upload"
+    return "scratch" if path.name.startswith(PARTIAL_PREFIX) else None
+
+
+def _is_stray(path: Path, folder_name: re.Pattern[str]) -> bool:
+    name = path.name.removesuffix(SIGNATURE_SUFFIX)
+    return name != path.name and bool(folder_name.fullmatch(name)) and not path.with_name(name).exists()
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        # A link is nobody's folder of ours, and what it leads to even less.
+        return sorted(path for path in folder.iterdir() if not path.is_symlink())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _find(what: What, path: Path) -> Found | None:
+    """None if it is gone by now."""
+    try:
+        facts = [path.lstat()]
+        for root, folders, files in os.walk(path):
+            facts += [os.lstat(os.path.join(root, name)) for name in (*folders, *files)]  # noqa: PTH118 (thousands)
+        size = sum(one.st_size for one in facts if not stat.S_ISDIR(one.st_mode))
+        if what in ("version", "cached adapter") and signature_path(path).is_file():
+            size += signature_path(path).stat().st_size
+    except FileNotFoundError:
+        return None
+    return Found(what, path, size, datetime.fromtimestamp(max(one.st_mtime for one in facts), UTC))
+
+
+def _remove(item: Item, plan_: Plan, home: Home, state: Callable[[], State]) -> str:
+    """Why it stays; "" if it is gone."""
+    found = item.found
+    trash = found.path.with_name(f"{TRASH_PREFIX}{found.path.name.lstrip('.')[:80]}-{uuid.uuid4().hex[:8]}")
+    with _held(found, home) as ours:
+        if not ours:
+            return "somebody is writing it"
+        now = _find(found.what, found.path)
+        if now is None:
+            return "it is gone already"
+        if now.touched_at != found.touched_at:
+            return "somebody has used it since the plan was made"
+        # First out of everybody's sight, then looked at again: whoever comes between finds nothing and copies anew.
+        found.path.rename(trash)
+        if not _still_free(item, plan_, home, state()):
+            trash.rename(found.path)
+            return "something needs it since the plan was made"
+        if found.what in ("version", "cached adapter"):
+            # After its folder: a folder without a signature could not be told from one that lost it.
+            signature_path(found.path).unlink(missing_ok=True)
+    if trash.is_dir():
+        shutil.rmtree(trash)
+    else:
+        trash.unlink()
+    return ""
+
+
+def _still_free(item: Item, plan_: Plan, home: Home, state: State) -> bool:
+    again = plan(state, (item.found,), home, now=plan_.now, grace=plan_.grace, loaded=plan_.loaded)
+    return bool(again.free)
+
+
+@contextmanager
+def _held(found: Found, home: Home) -> Iterator[bool]:
+    """Whether nobody else can publish, write or delete it now, for as long as the block runs."""
+    if found.what == "upload" and (found.path / "journal").exists():
+        with claim(found.path, patient=False) as upload:
+            yield upload is not None
+    elif found.path.is_relative_to(home.versions):
+        with only_one(found.path.parent / ".lock"):
+            yield True
+    else:
+        yield True

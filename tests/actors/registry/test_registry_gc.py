@@ -1,0 +1,300 @@
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.registry import gc
+from actors.registry.card import describe
+from actors.registry.facts import CheckpointFact, Event, Fact, Pinned, Retired, RunEnded, RunFact, Version
+from actors.registry.gc import Found, What, collect, look, plan
+from actors.registry.state import State
+from actors.registry.upload import Staged, claim, stage
+from cluster import signing
+from cluster.storage import Home
+
+NOW = datetime(2026, 12, 2, 12, tzinfo=UTC)
+OLD = NOW - timedelta(days=3)
+HOME = Home(Path("/home"))
+
+
+def version(number: int, name: str = "triage", **more: object) -> Version:
+    digest = f"{number:02x}" * 32
+    facts: dict[str, object] = {
+        "name": name,
+        "kind": "adapter",
+        "source_path": Path("/source"),
+        "base": "smollm",
+        "id": f"{name}/{number}",
+        "number": number,
+        "digest": digest,
+        "path": Path(name) / digest[:12],
+        "created_at": OLD,
+    }
+    return Version.model_validate(facts | more)
+
+
+def log(*facts: tuple[str, Fact], at: datetime = OLD) -> dict[str, Event]:
+    return {id_: Event(seq, at, "ann", fact) for seq, (id_, fact) in enumerate(facts, 1)}
+
+
+def state_of(*versions: Version, retired: tuple[int, ...] = (), at: datetime = OLD) -> State:
+    """A state in which `versions` of one name are retired or candidates, and nothing else is known."""
+    ends = {
+        f"triage/{number}#retired": Retired(
+            id=f"triage/{number}#retired", version_id=f"triage/{number}", by="ann", why="old", at=at, command="c"
+        )
+        for number in retired
+    }
+    return State(
+        versions={"triage": versions},
+        stages={one.id: "retired" if one.number in retired else "candidate" for one in versions},
+        entries=log(*((one.id, one) for one in versions)) | log(*ends.items(), at=at),
+    )
+
+
+def found(path: Path, what: What = "version", touched: datetime = OLD) -> Found:
+    return Found(what, path, 10, touched)
+
+
+def folder(one: Version) -> Found:
+    return found(HOME.versions / one.path)
+
+
+def freed(state: State, *things: Found, now: datetime = NOW) -> list[str]:
+    return [item.found.path.name for item in plan(state, things, HOME, now=now).free]
+
+
+def test_only_retired_versions_and_orphans_are_freed_and_only_after_a_while() -> None:
+    one, two = version(1), version(2)
+    state = state_of(one, two, retired=(1,))
+    orphan = found(HOME.versions / "triage" / ("ab" * 6))
+    assert freed(state, folder(one), folder(two), orphan) == [folder(one).path.name, "ab" * 6]
+    assert freed(state, replace(folder(one), touched_at=NOW), replace(orphan, touched_at=NOW)) == []
+    assert freed(state_of(one, two, retired=(1,), at=NOW), folder(one)) == []
+    drawn = plan(state, (folder(one),), HOME, now=NOW)
+    assert drawn.version_ids == ("triage/1",)
+    assert (drawn.size_bytes, drawn.kept["triage/2"]) == (10, "it is candidate")
+    assert "retired" in drawn.free[0].why
+
+
+def test_what_something_reaches_stays() -> None:
+    one, two = version(1), version(2, parent="triage/1")
+    state = state_of(one, two, retired=(1, 2))
+    everything = (folder(one), folder(two))
+    assert len(freed(state, *everything)) == 2
+    assert freed(state_of(one, two, retired=(1,)), *everything) == []  # the parent of a candidate
+    pin = Pinned(version_id="triage/2", pinned=True, by="ann", why="audit", at=OLD)
+    assert freed(replace(state, pins={"triage/2": pin}), *everything) == []
+    assert plan(state, everything, HOME, now=NOW, loaded={"triage/2"}).free == ()
+    standing = {("triage", "champion"): ({2: 1.0},)}
+    assert freed(replace(state, standing=standing), *everything) == []
+    split = {("triage", "champion"): ({1: 0.9, 2: 0.1},)}
+    assert freed(replace(state, standing=split), *everything) == []
+
+
+def test_a_run_keeps_its_base_while_it_can_go_on() -> None:
+    one = version(1)
+    state = state_of(one, retired=(1,))
+    run = RunFact(id="run", name="triage", base="/some/path", base_digest=one.digest)
+    running = replace(state, entries={**state.entries, **log(("run", run))})
+    assert freed(running, folder(one)) == []
+    failed = replace(running, ended={"run": RunEnded(run_id="run", status="failed")})
+    assert freed(failed, folder(one)) == []
+    completed = replace(running, ended={"run": RunEnded(run_id="run", status="completed")})
+    assert freed(completed, folder(one)) == [folder(one).path.name]
+
+
+def test_checkpoints_of_completed_runs_go_unless_a_version_was_made_from_them() -> None:
+    run = RunFact(id="run", name="triage", base="b", base_digest="")
+    steps = [
+        CheckpointFact(id=f"run/step-{step}", run_id="run", step=step, path=HOME.runs / "run" / f"step-{step:06d}")
+        for step in (10, 20)
+    ]
+    made = version(1, checkpoint_id="run/step-20")
+    state = state_of(made)
+    state = replace(state, entries={**state.entries, **log(("run", run), *((step.id, step) for step in steps))})
+    things = [found(step.path, "checkpoint") for step in steps] + [
+        found(HOME.runs / "run" / "step-000030", "checkpoint")
+    ]
+    assert freed(state, *things) == []
+    done = replace(state, ended={"run": RunEnded(run_id="run", status="completed")})
+    assert freed(done, *things) == ["step-000010"]
+    assert freed(done, *things, now=OLD + timedelta(hours=1)) == []
+    gone = replace(done, stages={made.id: "retired"})
+    assert freed(gone, *things) == ["step-000010", "step-000020"]
+
+
+def test_leftovers_go_when_they_are_old_and_trash_at_once() -> None:
+    place = HOME.versions / "triage"
+    things = [found(place / f".partial-{what}-1", what, at) for what in ("upload", "scratch") for at in (OLD, NOW)]
+    assert freed(State(), *things) == [".partial-upload-1", ".partial-scratch-1"]
+    assert freed(State(), found(place / ".partial-trash-1", "trash", NOW)) == [".partial-trash-1"]
+
+
+def test_a_cached_copy_goes_when_its_version_is_no_more() -> None:
+    one, two = version(1), version(2)
+    state = state_of(one, two, retired=(1,))
+    copies = [found(HOME.adapter_cache / one.digest, "cached adapter") for one in (one, two)]
+    assert freed(state, *copies) == [one.digest]
+
+
+@st.composite
+def states(draw: st.DrawFn) -> State:
+    count = draw(st.integers(1, 7))
+    numbers = st.integers(1, count)
+    versions = []
+    for number in range(1, count + 1):
+        parent = draw(st.none() | st.integers(1, number))
+        how = draw(st.sampled_from(["parent", "base", "digest"]))
+        more = {
+            "parent": {"parent": f"triage/{parent}"},
+            "base": {"base": f"triage/{parent}"},
+            "digest": {"base_digest": f"{parent or 0:02x}" * 32},
+        }[how]
+        versions.append(version(number, **(more if parent and parent < number else {})))
+    retired = tuple(draw(st.sets(numbers)))
+    state = state_of(*versions, retired=retired)
+    places = draw(st.lists(st.sets(numbers, min_size=1, max_size=2), max_size=3))
+    pins = draw(st.sets(numbers, max_size=2))
+    run = RunFact(id="run", name="r", base=f"triage/{draw(numbers)}", base_digest="")
+    ended = draw(st.sampled_from([None, "failed", "completed"]))
+    return replace(
+        state,
+        standing={("triage", "champion"): tuple(dict.fromkeys(place, 0.5) for place in places)} if places else {},
+        pins={f"triage/{n}": Pinned(version_id=f"triage/{n}", pinned=True, by="a", why="w", at=OLD) for n in pins},
+        entries={**state.entries, **log(("run", run))},
+        ended={"run": RunEnded(run_id="run", status=ended)} if ended else {},
+    )
+
+
+def needed(state: State) -> set[int]:
+    """Numbers that must stay, told the slow way."""
+    several = state.versions["triage"]
+    found = {one.number for one in several if state.stages[one.id] != "retired"}
+    found |= {int(id_.split("/")[1]) for id_ in state.pins}
+    for places in state.standing.values():
+        found |= set(places[-1])
+        found |= {number for place in places for number in place if state.stages[f"triage/{number}"] != "retired"}
+    if "run" not in state.ended or state.ended["run"].status != "completed":
+        run = state.entries["run"].fact
+        assert isinstance(run, RunFact)
+        found.add(int(run.base.split("/")[1]))
+    while True:
+        more = {
+            other.number
+            for one in several
+            if one.number in found
+            for other in several
+            if other.id in (one.parent, one.base) or other.digest == one.base_digest
+        }
+        if more <= found:
+            return found
+        found |= more
+
+
+@given(states())
+@settings(max_examples=150, deadline=None)
+def test_nothing_reachable_is_ever_freed_and_everything_else_is(state: State) -> None:
+    several = state.versions["triage"]
+    gone = set(plan(state, [folder(one) for one in several], HOME, now=NOW).version_ids)
+    assert gone == {one.id for one in several} - {f"triage/{number}" for number in needed(state)}
+
+
+# On the disk
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture
+def store(make_adapter: Callable[..., Path], home: Home) -> Callable[..., Staged]:
+    def put(seed: int = 1) -> Staged:
+        source = make_adapter(f"source-{seed}-{os.urandom(4).hex()}", seed=seed)
+        return stage(source, describe(source, kind="adapter", base="b"), home, "triage")
+
+    return put
+
+
+def later(days: float = 2) -> datetime:
+    return datetime.now(UTC) + timedelta(days=days)
+
+
+def of(number: int, one: Staged) -> Version:
+    return version(number, digest=one.artifact.digest, path=one.artifact.path)
+
+
+def test_a_collection_frees_folder_and_signature_and_nothing_else(store: Callable[..., Staged], home: Home) -> None:
+    one, two = store(1), store(2)
+    state = state_of(of(1, one), of(2, two), retired=(1,))
+    drawn = plan(state, look(home), home, now=later())
+    assert one.folder.is_dir()
+    outcome = collect(drawn, home, lambda: state)
+    assert [item.version_ids for item in outcome.freed] == [("triage/1",)]
+    assert outcome.size_bytes > one.artifact.size_bytes
+    kept = {two.folder.name, f"{two.folder.name}.sig", ".lock"}
+    assert {path.name for path in two.folder.parent.iterdir()} == kept
+    assert collect(drawn, home, lambda: state).left == {one.folder: "it is gone already"}
+
+
+def test_what_is_registered_again_meanwhile_stays(store: Callable[..., Staged], home: Home) -> None:
+    one = store(1)
+    state = state_of(of(1, one), retired=(1,))
+    drawn = plan(state, look(home), home, now=later())
+    assert store(1) == one
+    outcome = collect(drawn, home, lambda: state)
+    assert outcome.freed == ()
+    assert "since the plan" in outcome.left[one.folder]
+    signing.verify(one.folder, home, what="adapter triage/1")
+
+
+def test_what_became_reachable_meanwhile_is_put_back(store: Callable[..., Staged], home: Home) -> None:
+    one = store(1)
+    before = State()
+    drawn = plan(before, look(home), home, now=later())
+    outcome = collect(drawn, home, lambda: state_of(of(1, one)))
+    assert "something needs it" in outcome.left[one.folder]
+    signing.verify(one.folder, home, what="adapter triage/1")
+
+
+def test_what_is_freed_can_be_registered_again(store: Callable[..., Staged], home: Home) -> None:
+    one = store(1)
+    collect(plan(State(), look(home), home, now=later()), home, State)
+    assert not one.folder.exists()
+    assert store(1) == one
+    signing.verify(one.folder, home, what="adapter triage/1")
+
+
+def test_an_upload_that_somebody_works_on_is_left(home: Home) -> None:
+    place = home.versions / "triage" / ".partial-upload-1"
+    place.parent.mkdir(parents=True)
+    with claim(place):
+        outcome = collect(plan(State(), look(home), home, now=later()), home, State)
+        assert outcome.left == {place: "somebody is writing it"}
+    assert [item.found.what for item in collect(plan(State(), look(home), home, now=later()), home, State).freed] == [
+        "upload"
+    ]
+    assert not place.exists()
+
+
+def test_leftovers_of_a_collection_that_died_go(store: Callable[..., Staged], home: Home) -> None:
+    one = store(1)
+    one.folder.rename(one.folder.with_name(f"{gc.TRASH_PREFIX}x"))
+    outcome = collect(plan(State(), look(home), home, now=later()), home, State)
+    assert sorted(item.found.what for item in outcome.freed) == ["signature", "trash"]
+    assert [path.name for path in one.folder.parent.iterdir()] == [".lock"]
+
+
+def test_strangers_and_links_in_the_store_are_left_alone(home: Home, tmp_path: Path) -> None:
+    place = home.versions / "triage"
+    (place / "notes").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (place / ("ab" * 6)).symlink_to(tmp_path / "elsewhere")
+    assert look(home) == ()
+    assert look(Home(tmp_path / "nowhere")) == ()
