@@ -111,7 +111,12 @@ class Registry:
         self._mirror: Mirror | None = None
         if open_tracker is not None:
             self._mirror = Mirror(
-                self._store, open_tracker, lambda: self._ledger.state, self._follow, look_every_s=look_every_s
+                self._store,
+                open_tracker,
+                lambda: self._ledger.state,
+                self._follow,
+                root=home.versions,
+                look_every_s=look_every_s,
             )
             self._ledger.listen(self._mirror.wake)
             threading.Thread(target=self._mirror.run, name="registry-mirror", daemon=True).start()

@@ -42,7 +42,7 @@ from actors.registry.lineage import Link
 from actors.registry.rules import BeginGate, Pin, Promote, Register, Retire, Rollback
 from actors.registry.serving import ServingReport
 from actors.registry.snapshot import Change, Snapshot, Split
-from actors.registry.upload import stage
+from actors.registry.upload import admit
 from actors.registry.views import Collection, HistoryEntry, LiveView, ModelView, RegistryStatus, RunView, VersionView
 from cluster import environment
 from cluster.database import sqlite_uri, without_password
@@ -131,15 +131,14 @@ class RegistryClient:
         """Record an evaluation."""
         return self._call(EvaluationFact, "evaluation", fact, self._by)
 
-    def register(self, fact: VersionFact, *, sink: Sink = silent) -> Version:
+    def register(self, fact: VersionFact, *, recipe: dict[str, Any] | None = None, sink: Sink = silent) -> Version:
         """Bring the folder `fact.source_path` into the version store, signed, and make it a version.
 
         The files go from here to the store in parts, with their progress to `sink`; a call that broke off goes on
-        where it was. The actor only ever sees facts.
+        where it was. The actor only ever sees facts. `recipe` goes into the version's card.
         """
         self._call(type(None), "check", fact)
-        artifact = stage(fact, self._call(Home, "home"), sink)
-        return self.record(fact, artifact)
+        return self.record(fact, admit(fact, self._call(Home, "home"), sink, recipe=recipe))
 
     def record(self, fact: VersionFact, artifact: Artifact, origin: Origin | None = None) -> Version:
         """Make an artifact that lies in the version store a version."""
@@ -221,9 +220,9 @@ class RegistryClient:
         """Everything that happened to a name, oldest first."""
         return self._call(tuple, "history", name)
 
-    def aliases_at(self, name: str, moment: datetime) -> dict[str, int]:
-        """Where the aliases of a name stood at `moment` (with time zone)."""
-        return self._call(dict, "aliases_at", name, moment)
+    def live_at(self, name: str, moment: datetime) -> tuple[LiveView, ...]:
+        """Where the aliases of `name` stood at `moment` (with time zone), and why."""
+        return self._call(tuple, "live_at", name, moment)
 
     def lineage(self, reference: str) -> tuple[Link, ...]:
         """Everything that an id (or a model reference) was made from and everything made from it, in order."""

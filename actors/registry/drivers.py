@@ -79,13 +79,14 @@ def close_abandoned(ledger: Ledger, find_dead: Callable[[Iterable[Driver]], Verd
     What nobody drives is left alone.
     """
     state = ledger.state
-    open_: list[RunFact | GateBegun] = [each for each in (*state.running(), *state.measuring()) if each.driver]
-    if not open_:
+    facts: list[RunFact | GateBegun] = [*state.running(), *state.measuring()]
+    driven = {fact.id: (fact, fact.driver) for fact in facts if fact.driver is not None}
+    if not driven:
         return
-    verdicts = find_dead({each.driver for each in open_ if each.driver})
-    for fact in open_:
-        if fact.driver in verdicts:
-            why = verdicts[fact.driver]
+    verdicts = find_dead({driver for _, driver in driven.values()})
+    for fact, driver in driven.values():
+        if driver in verdicts:
+            why = verdicts[driver]
             ended: RunEnded | GateEnded = (
                 RunEnded(run_id=fact.id, status="stopped", verdict=why, presumed=True)
                 if isinstance(fact, RunFact)

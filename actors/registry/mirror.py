@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from actors.registry.facts import AliasMove, Event, GateBegun, GateEnded, Retired, RunEnded, RunFact, Version
@@ -55,7 +56,7 @@ class ForeignMove:
 class Mirror:
     """Puts versions, stages, aliases and the ends of runs into a tracker, in the order of the log.
 
-    `follow` is asked about each move that was made in the tracker itself; True: it is in the log now, False: it has
+    `root` is the version store. `follow` is asked about each move that was made in the tracker itself; True: it is in the log now, False: it has
     to be put back.
     """
 
@@ -66,8 +67,10 @@ class Mirror:
         state: Callable[[], State],
         follow: Callable[[ForeignMove], bool] = lambda _: False,
         *,
+        root: Path = Path(),
         look_every_s: float = LOOK_EVERY_S,
     ) -> None:
+        self._root = root
         self._look_every_s = look_every_s
         self._follow = follow
         self._store = store
@@ -174,7 +177,7 @@ class Mirror:
             tracker = self._opened()
             match event.fact:
                 case Version() as version:
-                    tracker.put_version(_shown(version, self._tracking_run(version.run_id)))
+                    tracker.put_version(_shown(version, self._root, self._tracking_run(version.run_id)))
                     self._tag_stage(version.id)
                 case GateBegun() | Retired() as fact:
                     self._tag_stage(fact.version_id)
@@ -208,10 +211,11 @@ class Mirror:
         return event.fact.tracking_run if event is not None and isinstance(event.fact, RunFact) else None
 
 
-def _shown(version: Version, run: str | None) -> TrackedVersion:
+def _shown(version: Version, root: Path, run: str | None) -> TrackedVersion:
     facts = {
         "digest": version.digest,
         "kind": version.kind,
+        "signed_by": version.signed_by,
         "base": version.base,
         "base_digest": version.base_digest,
         "run": version.run_id,
@@ -222,4 +226,4 @@ def _shown(version: Version, run: str | None) -> TrackedVersion:
         "metrics": json.dumps(version.metrics) if version.metrics else None,
     }
     tags = {f"flywheel.{name}": value for name, value in facts.items() if value}
-    return TrackedVersion(name=version.name, number=version.number, path=version.path, run=run, tags=tags)
+    return TrackedVersion(name=version.name, number=version.number, path=root / version.path, run=run, tags=tags)

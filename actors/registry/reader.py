@@ -1,9 +1,10 @@
 """The registry's state straight from its log, for someone who only looks: no Ray, no part in writing."""
 
+from actors.registry.serving import Holding, Traffic, read_serving
 from actors.registry.state import State, replay
 from actors.registry.store import read_log
 from cluster import environment
-from cluster.database import sqlite_uri
+from cluster.database import open_engine, sqlite_path, sqlite_uri
 from cluster.storage import Home
 
 
@@ -12,4 +13,21 @@ def read_state(home: Home) -> State:
 
     Its log is where `FLYWHEEL_DATABASE_URI` says, or in `home`. Errors are those of `store.read_log`.
     """
-    return replay(read_log(environment.database_uri() or sqlite_uri(home.registry_database)))
+    return replay(read_log(_database(home)))
+
+
+def read_reports(home: Home) -> tuple[list[Holding], list[Traffic]]:
+    """What servers have reported to the registry of `home`: which replicas hold what, and the traffic by hour."""
+    uri = _database(home)
+    file = sqlite_path(uri)
+    if file is not None and not file.exists():
+        return [], []
+    engine = open_engine(uri)
+    try:
+        return read_serving(engine)
+    finally:
+        engine.dispose()
+
+
+def _database(home: Home) -> str:
+    return environment.database_uri() or sqlite_uri(home.registry_database)

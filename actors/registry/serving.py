@@ -10,7 +10,7 @@ from datetime import UTC, date, datetime
 from typing import Final
 
 from pydantic import Field
-from sqlalchemy import BigInteger, Column, Connection, Engine, MetaData, String, Table, insert, select, update
+from sqlalchemy import BigInteger, Column, Connection, Engine, MetaData, String, Table, insert, inspect, select, update
 
 from cluster.config import Config
 from cluster.database import create_tables, transaction
@@ -106,7 +106,9 @@ class ServingBook:
 
 
 def read_serving(engine: Engine) -> tuple[list[Holding], list[Traffic]]:
-    """As `ServingBook.read`, for someone who only looks."""
+    """As `ServingBook.read`, for someone who only looks: also at a registry that no server has reported to."""
+    if not inspect(engine).has_table(_TRAFFIC.name):
+        return [], []
     with transaction(engine) as connection:
         rows = connection.execute(select(_HOLDINGS).order_by(_HOLDINGS.c.since)).all()
         counts = connection.execute(select(_TRAFFIC)).all()

@@ -151,7 +151,7 @@ def resolve(snapshot: Snapshot, reference: str, default_alias: str = DEFAULT_ALI
     split = model.aliases.get(alias or default_alias)
     if split is None:
         aliases = sorted(model.aliases)
-        newest = next(reversed(model.versions.values()), None)
+        newest = next(reversed([*model.versions.values()]), None)
         raise _not_found(
             reference,
             f"{name} has {f'the aliases {_listed(aliases)}' if aliases else 'no alias yet'} "

@@ -167,7 +167,7 @@ def held(state: State) -> dict[str, str]:
     waiting = list(why)
     while waiting:
         fact = state.entries[waiting.pop()].fact
-        if isinstance(fact, Version) and fact.parent in state.stages and fact.parent not in why:
+        if isinstance(fact, Version) and fact.parent and fact.parent in state.stages and fact.parent not in why:
             why[fact.parent] = f"{fact.id} was made from it"
             waiting.append(fact.parent)
     return why
@@ -320,7 +320,9 @@ class _Draft:
         route = Route(version.name, version.number, version.kind, version.path, version.digest, version.base)
         model = self.models.get(version.name, Model(version.name))
         versions = {**model.versions, version.number: route}
-        self.models[version.name] = replace(model, versions=dict(sorted(versions.items())))
+        if version.number < max(versions):  # one that had been collected comes back into its place
+            versions = dict(sorted(versions.items()))
+        self.models[version.name] = Model(version.name, versions, model.aliases)
         self.snapshot_number = self.seq
 
     def _withdraw(self, version_id: str) -> None:

@@ -2,7 +2,7 @@
 
 import typer
 
-from app.cli import chat, data, demo, doctor, evaluate, index, keys, models, plan, search, serve, status, train
+from app.cli import bench, chat, data, demo, doctor, evaluate, index, keys, models, plan, search, serve, status, train
 
 cli = typer.Typer(
     name="flywheel",
@@ -18,3 +18,4 @@ for verb in (doctor, demo, plan, train, evaluate, serve, index, search, chat, st
 cli.add_typer(data.cli, name="data")
 cli.add_typer(models.cli, name="models")
 cli.add_typer(keys.cli, name="keys")
+cli.add_typer(bench.cli, name="bench")

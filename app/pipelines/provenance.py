@@ -1,11 +1,13 @@
-"""Which code is running: the commit that lineage records."""
+"""Which code is running: the commit and the lock that lineage records."""
 
 import hashlib
 import os
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
-from cluster import environment
+from cluster import environment, lock
+from cluster.storage import digest_file
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LAYERS = ("app", "deployments", "actors", "cluster")
@@ -24,6 +26,12 @@ def code_commit() -> str:
     if commit:
         return f"{commit}-dirty" if _git("status", "--porcelain", "--", *_LAYERS) else commit
     return f"tree:{_digest_of_sources()[:12]}"
+
+
+def lock_digest() -> str:
+    """SHA-256 of the lock that this environment was installed from, in hex."""
+    kind: lock.Kind = "cpu" if metadata.version("torch").endswith("+cpu") else "cuda"
+    return digest_file(lock.path(kind)) if lock.path(kind).is_file() else ""
 
 
 def _git(*arguments: str) -> str:
