@@ -103,7 +103,7 @@ def stage(source: Path, card: Card, home: Home, name: str, sink: Sink = silent) 
     if (card.adapter, card.dtype) != (inspection.adapter, dtype_of(inspection)):
         raise _changed(source)
     content = encode(card)
-    with translated(source, home):
+    with translated(source, home.versions):
         store.mkdir(parents=True, exist_ok=True)
         with claim(store / f"{UPLOAD_PREFIX}{_upload_id(source, content, name, inspection.files)}") as upload:
             assert upload is not None
@@ -139,18 +139,33 @@ def staged(name: str, card: Card, size_bytes: int, published: tuple[str, str], h
 
 
 def finish(files: Path, digests: Mapping[str, str], card: Card, store: Path, home: Home) -> tuple[str, str]:
-    """Put the card to `files`, which have these `digests`, and publish them; the version's digest and its signer.
-
-    They are looked through again: nobody else changes a copy between this look and its publication.
-    """
+    """Put the card to `files`, which have these `digests`, sign them, and publish them; digest and signer."""
     content = encode(card)
     _write(files / CARD_FILE, content)
+    digests = {**digests, CARD_FILE: hashlib.sha256(content).hexdigest()}
+    return digest_of(digests), publish_verified(files, digests, card, store, home)
+
+
+def publish_verified(
+    files: Path,
+    digests: Mapping[str, str],
+    card: Card,
+    store: Path,
+    home: Home,
+    *,
+    signature: Path | None = None,
+    signed_by: str = "",
+) -> str:
+    """`put`, if `files` are what the door lets in and what their card says; returns the signer.
+
+    They are looked through here, though they may have been before: nobody else changes a copy between this look and
+    its publication.
+    """
     copied = inspect(files, card.kind, carded=True)
     if (copied.adapter, dtype_of(copied)) != (card.adapter, card.dtype):
-        raise _changed(files)
+        raise ConfigError(f"{files} is not what its {CARD_FILE} says.", hint="Register a folder that nobody writes to.")
     _sync_folders(files)
-    digests = {**digests, CARD_FILE: hashlib.sha256(content).hexdigest()}
-    return digest_of(digests), put(files, store, digests, home, what=f"{card.kind} {store.name}")
+    return put(files, store, digests, home, what=f"{card.kind} {store.name}", signature=signature, signed_by=signed_by)
 
 
 def put(
@@ -531,18 +546,18 @@ def _changed(source: Path) -> ConfigError:
 
 
 @contextmanager
-def translated(source: Path, home: Home) -> Iterator[None]:
+def translated(source: Path, target: Path) -> Iterator[None]:
     """Errors of the operating system, as a person can act on them."""
     try:
         yield
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise CapacityError(
-                f"{home.versions} has no room for {source}: {error.strerror}.",
+                f"{target} has no room for {source}: {error.strerror}.",
                 hint="Make room (`flywheel models gc`) and do the same again: it goes on where it stopped.",
             ) from None
         raise DependencyError(
-            f"{source} cannot be brought into {home.versions}: {error.strerror or error}"
+            f"{source} cannot be brought into {target}: {error.strerror or error}"
             + (f" ({error.filename})." if error.filename else "."),
             hint="Check the disk and the permissions of both folders.",
             retryable=False,

@@ -52,7 +52,7 @@ def _main(test_module: str, function: str, folder: Path) -> None:
 
     for number in range(1, 1000):
         place = folder / str(number)
-        place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)
         child = os.fork()
         if child == 0:
             _die_at(number)

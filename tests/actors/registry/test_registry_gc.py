@@ -1,4 +1,5 @@
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -16,6 +17,7 @@ from actors.registry.state import State
 from actors.registry.upload import Staged, claim, stage
 from cluster import signing
 from cluster.storage import Home
+from tests.actors.registry.crashes import every_crash
 
 NOW = datetime(2026, 12, 2, 12, tzinfo=UTC)
 OLD = NOW - timedelta(days=3)
@@ -298,3 +300,28 @@ def test_strangers_and_links_in_the_store_are_left_alone(home: Home, tmp_path: P
     (place / ("ab" * 6)).symlink_to(tmp_path / "elsewhere")
     assert look(home) == ()
     assert look(Home(tmp_path / "nowhere")) == ()
+
+
+def die(place: Path) -> None:
+    """What is killed: a collection of all that no version points to."""
+    home = Home(place / "home")
+    collect(plan(State(), look(home), home, now=later()), home, State)
+
+
+@pytest.mark.integration
+def test_a_collection_that_is_killed_anywhere_leaves_whole_versions_or_none(
+    store: Callable[..., Staged], home: Home, tmp_path: Path
+) -> None:
+    one = store(1)
+    places = [tmp_path / "deaths" / str(number) for number in range(1, 30)]
+    for place in places:
+        shutil.copytree(home.root, place / "home")
+    deaths = every_crash(__file__, "die", tmp_path / "deaths")
+    assert 5 < len(deaths) < len(places)
+    for place in deaths:
+        there = Home(place / "home")
+        folder = there.versions / one.artifact.path
+        if folder.exists():
+            signing.verify(folder, there, what="adapter triage/1", digest=one.artifact.digest)
+        collect(plan(State(), look(there), there, now=later()), there, State)
+        assert [path.name for path in folder.parent.iterdir()] == [".lock"]
