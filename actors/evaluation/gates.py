@@ -167,7 +167,7 @@ def _budget(budget: BudgetConfig, serving: Serving) -> list[Check]:
                 name="budget_latency",
                 passed=passed,
                 reason=f"p99 latency is {serving.p99_s:.3f} s over {serving.requests} requests, one at a time; "
-                f"{budget.p99_latency_s:g} s {'are' if passed else 'would be'} allowed",
+                f"{budget.p99_latency_s:g} s {'is' if passed else 'would be'} allowed",
                 details={"p99_s": serving.p99_s, "max_p99_s": budget.p99_latency_s, "requests": serving.requests},
             )
         )
@@ -182,7 +182,7 @@ def _budget(budget: BudgetConfig, serving: Serving) -> list[Check]:
                 passed=passed,
                 reason=f"a million tokens cost ${price:.4g} at {serving.tokens_per_s:.0f} tokens/s and "
                 f"${budget.usd_per_hour:g} per hour; ${budget.usd_per_million_tokens:g} "
-                f"{'are' if passed else 'would be'} allowed",
+                f"{'is' if passed else 'would be'} allowed",
                 details={
                     "usd_per_million_tokens": price,
                     "max_usd_per_million_tokens": budget.usd_per_million_tokens,
