@@ -20,10 +20,11 @@ from typing import Final, TypeVar
 
 from tenacity import before_sleep_log, retry, retry_if_exception, stop_after_delay, wait_exponential
 
-from actors.registry import drivers, views
+from actors.registry import drivers, gc, views
 from actors.registry.facts import (
     AliasMove,
     CheckpointFact,
+    Collected,
     DataFact,
     Driver,
     EvaluationFact,
@@ -41,7 +42,7 @@ from actors.registry.facts import (
 from actors.registry.ledger import Ledger, utc_now
 from actors.registry.lineage import Link, chain
 from actors.registry.mirror import LOOK_EVERY_S, ForeignMove, Mirror
-from actors.registry.rules import BeginGate, Command, Pin, Promote, Register, Retire, Rollback
+from actors.registry.rules import Adopt, BeginGate, Command, Pin, Promote, Register, Retire, Rollback
 from actors.registry.serving import ServingBook, ServingReport
 from actors.registry.snapshot import Change, Snapshot
 from actors.registry.state import State, snapshot
@@ -161,6 +162,10 @@ class Registry:
 
     async def register(self, command: Register, by: str) -> Version:
         """Make an artifact that lies in the version store a version; content that is a version already stays it."""
+        return await self._commit(command, by, Version)
+
+    async def adopt(self, command: Adopt, by: str) -> Version:
+        """As `register`, with the facts that a version of another installation was made from."""
         return await self._commit(command, by, Version)
 
     async def begin_gate(self, command: BeginGate) -> GateBegun:
@@ -350,7 +355,18 @@ class Registry:
         return False
 
     def _collect(self, min_age_s: float, dry_run: bool, by: str) -> views.Collection:
-        raise NotImplementedError
+        # The replicas that live now; one that fell silent is closed first.
+        self._book.close_unseen(before=utc_now() - _REPLICA_PATIENCE)
+        loaded = {held.version_id for held in self._book.read()[0] if held.until is None}
+        grace = timedelta(seconds=min_age_s)
+        plan = gc.plan(self._ledger.state, gc.look(self._home), self._home, now=utc_now(), grace=grace, loaded=loaded)
+        if dry_run:
+            return views.collection(plan.free, plan.kept, dry_run=True)
+        if plan.version_ids:
+            # First nothing is routed there any more, then the files go. Refused if something has come to need them.
+            self._ledger.commit(Collected(version_ids=plan.version_ids), by=by)
+        outcome = gc.collect(plan, self._home, lambda: self._ledger.state)
+        return views.collection(outcome.freed, plan.kept, left=outcome.left, dry_run=False)
 
     def _seen(self, state: State) -> Snapshot:
         return snapshot(state, epoch=self._ledger.epoch, root=self._home.versions)

@@ -27,6 +27,7 @@ from actors.registry.facts import (
     CheckpointFact,
     DataFact,
     EvaluationFact,
+    Fact,
     FeedbackFact,
     GateBegun,
     GateEnded,
@@ -39,7 +40,7 @@ from actors.registry.facts import (
     VersionFact,
 )
 from actors.registry.lineage import Link
-from actors.registry.rules import BeginGate, Pin, Promote, Register, Retire, Rollback
+from actors.registry.rules import Adopt, BeginGate, Pin, Promote, Register, Retire, Rollback
 from actors.registry.serving import ServingReport
 from actors.registry.snapshot import Change, Snapshot, Split
 from actors.registry.upload import admit
@@ -140,9 +141,13 @@ class RegistryClient:
         self._call(type(None), "check", fact)
         return self.record(fact, admit(fact, self._call(Home, "home"), sink, recipe=recipe))
 
-    def record(self, fact: VersionFact, artifact: Artifact, origin: Origin | None = None) -> Version:
+    def record(self, fact: VersionFact, artifact: Artifact) -> Version:
         """Make an artifact that lies in the version store a version."""
-        return self._call(Version, "register", Register(fact, artifact, origin), self._by)
+        return self._call(Version, "register", Register(fact, artifact), self._by)
+
+    def adopt(self, origins: tuple[Fact, ...], fact: VersionFact, artifact: Artifact, origin: Origin) -> Version:
+        """As `record`, for a version of another installation, with the facts that it was made from."""
+        return self._call(Version, "adopt", Adopt(origins, Register(fact, artifact, origin)), self._by)
 
     def feedback(self, fact: FeedbackFact) -> FeedbackFact:
         """Record a feedback set."""

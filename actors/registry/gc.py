@@ -2,11 +2,11 @@
 
 `look` says what lies on the disk, `plan` what of it may go, `collect` does it. `plan` is pure: a dry run is a plan.
 
-Kept are the files of every version that is not retired, and of every version that an alias, a rollback, a gate, a run
-that goes on, or a pin reaches; of what those were made from; and the checkpoints of runs that go on or can be taken
-up again, and of versions that are kept. Free are retired versions that nothing reaches, folders that no version
-points to, what dead uploads left behind, cached copies of adapters that are no version's any more, and checkpoints of
-completed runs that nothing was made from. Nothing is freed before it has been untouched for a grace period.
+Kept are the files of every version that an alias, a rollback, a gate, a run that goes on, a replica or a pin reaches;
+of what those were made from; and the checkpoints of runs that go on or can be taken up again, and of versions that are
+kept. Free are versions that nothing reaches, folders that no version points to, what dead uploads left behind, cached
+copies of adapters that nothing reaches, and checkpoints of completed runs that nothing kept was made from. Nothing is
+freed before it has been untouched, and nothing has happened to its version, for a grace period.
 
 A registration touches the folder that it publishes, or finds, under the same lock that `collect` holds while it takes
 one away; and it makes the files again if they are gone. So one that runs at this moment is spared by the grace period,
@@ -26,8 +26,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
-from actors.registry.facts import CheckpointFact, EvaluationFact, Retired, RunFact, Version
-from actors.registry.state import State, held
+from actors.registry.facts import CheckpointFact, EvaluationFact, RunFact, Version
+from actors.registry.state import State, held, versions_of
 from actors.registry.upload import FOLDER_DIGITS, UPLOAD_PREFIX, claim
 from cluster.signing import SIGNATURE_SUFFIX, signature_path
 from cluster.storage import PARTIAL_PREFIX, Home, only_one
@@ -56,7 +56,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Item:
-    """Something that may go, and why. `version_ids`: the retired versions whose files it holds."""
+    """Something that may go, and why. `version_ids`: the versions whose files it holds."""
 
     found: Found
     why: str
@@ -100,15 +100,13 @@ class Outcome:
 def reachable(state: State, loaded: Collection[str] = ()) -> dict[str, str]:
     """Why the files of a version stay, by version id. `loaded`: ids of versions that replicas hold now.
 
-    More than `state.held`: a version that is not retired may still be promoted, so it and what it was made from stay.
+    More than `state.held`, which knows parents by their ids only: a base may be named by its digest.
     """
     why = dict(held(state)) | {id_: "a replica holds it" for id_ in loaded if id_ in state.stages}
     versions = {version.id: version for several in state.versions.values() for version in several}
     by_digest: dict[str, list[str]] = {}
     for version in versions.values():
         by_digest.setdefault(version.digest, []).append(version.id)
-        if state.stages[version.id] != "retired":
-            why.setdefault(version.id, f"it is {state.stages[version.id]}")
 
     def bases(of: Version | RunFact) -> list[str]:
         parent = of.parent if isinstance(of, Version) else None
@@ -195,6 +193,11 @@ class _Rules:
         self._made_from = {version.checkpoint_id for version in kept} | {
             fact.checkpoint_id for fact in _facts(state, EvaluationFact) if fact.passed
         }
+        self._last: dict[str, datetime] = {}
+        """When something last happened to a version, however old its files are."""
+        for events in state.history.values():
+            for event in events:
+                self._last |= dict.fromkeys(versions_of(event.fact), event.at)
         self._newest: dict[str, datetime] = {}
         for event in state.entries.values():
             if isinstance(event.fact, CheckpointFact):
@@ -228,12 +231,10 @@ class _Rules:
         if not owners:
             return Item(found, "no version points to it")
         ids = tuple(version.id for version in owners)
-        for id_ in ids:
-            # The grace period of a version begins when it retires, however old its files are.
-            event = self._state.entries.get(f"{id_}#retired")
-            if event is not None and isinstance(event.fact, Retired) and event.at >= self._before:
-                return None
-        return Item(found, f"{', '.join(ids)} is retired, and nothing reaches it", ids)
+        if any(self._last[id_] >= self._before for id_ in ids if id_ not in self._state.collected):
+            return None
+        stages = ", ".join(f"{id_} is {self._state.stages[id_]}" for id_ in ids)
+        return Item(found, f"{stages}, and nothing reaches it", ids)
 
     def _checkpoint(self, found: Found) -> Item | None:
         fact = self._checkpoints.get(_plain(found.path))

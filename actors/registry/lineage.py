@@ -5,7 +5,7 @@ Pure; it reads a `State` and what servers have reported, and knows neither Ray n
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
@@ -14,11 +14,13 @@ from actors.registry.facts import (
     CheckpointFact,
     DataFact,
     EvaluationFact,
+    Event,
     ExternalMove,
     Fact,
     FeedbackFact,
     GateBegun,
     Retired,
+    RunEnded,
     RunFact,
     Version,
 )
@@ -85,6 +87,37 @@ def chain(
             children[parent].append(id_)
     found = _reach(start, parents) | _reach(start, children)
     return sorted((links[id_] for id_ in found if id_ in links), key=_place)
+
+
+def origins(state: State, version_id: str) -> list[Event]:
+    """The events of everything that a version was made from, and of itself, as another installation can take them.
+
+    What would mean something else there is taken out: ids of versions, drivers. A run that goes on is said to have
+    stopped.
+    """
+    parents = {id_: _parents(state, event.fact) for id_, event in state.entries.items()}
+    found: list[Event] = []
+    for id_ in _reach(version_id, parents):
+        event = state.entries.get(id_)
+        match event.fact if event else None:
+            case DataFact() | CheckpointFact() as fact:
+                facts: list[Fact] = [fact]
+            case RunFact() as fact:
+                ended = state.ended.get(fact.id) or RunEnded(
+                    run_id=fact.id, status="stopped", verdict="It went on when it was exported.", presumed=True
+                )
+                facts = [fact.model_copy(update={"driver": None, "tracking_run": None}), ended]
+            case EvaluationFact() as fact:
+                facts = [fact.model_copy(update={"version_id": None})]
+            case FeedbackFact() as fact:
+                facts = [fact.model_copy(update={"versions": ()})]
+            case Version() as fact if fact.id == version_id:
+                facts = [fact]
+            case _:
+                facts = []
+        if event is not None:
+            found += [replace(event, fact=each) for each in facts]
+    return sorted(found, key=lambda event: event.seq)
 
 
 def graph(links: Sequence[Link]) -> dict[str, object]:

@@ -56,8 +56,8 @@ class ForeignMove:
 class Mirror:
     """Puts versions, stages, aliases and the ends of runs into a tracker, in the order of the log.
 
-    `root` is the version store. `follow` is asked about each move that was made in the tracker itself; True: it is in the log now, False: it has
-    to be put back.
+    `root` is the version store. `follow` is asked about each move that was made in the tracker itself; True: it is in
+    the log now, False: it has to be put back.
     """
 
     def __init__(

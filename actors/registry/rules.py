@@ -6,7 +6,7 @@ Every command may arrive twice, because a caller whose answer was lost asks agai
 gets the first answer:
 
     facts (data, run, checkpoint, evaluation, feedback)   the same fact under the same id is known already
-    Register                                              the same content under the same name is the same version
+    Register, Adopt                                       the same content under the same name is the same version
     Promote, Rollback, BeginGate, Retire                  carry the caller's command id, which the fact keeps
     EndGate, Pin                                          the same verdict, the same pin
 """
@@ -26,6 +26,7 @@ from actors.registry.facts import (
     DataFact,
     Driver,
     EvaluationFact,
+    Event,
     ExternalMove,
     Fact,
     FeedbackFact,
@@ -43,7 +44,7 @@ from actors.registry.facts import (
     encode,
 )
 from actors.registry.snapshot import Split, heaviest
-from actors.registry.state import State, held, unknown, version_of
+from actors.registry.state import State, held, replay, unknown, version_of
 from cluster.errors import RequestError, StateError
 
 LEGAL: Final[Mapping[Stage, tuple[Stage, ...]]] = {
@@ -64,6 +65,14 @@ class Register:
     fact: VersionFact
     artifact: Artifact
     origin: Origin | None = None
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Make a version of another installation one of ours, with the facts that it was made from (`lineage.origins`)."""
+
+    origins: tuple[Fact, ...]
+    register: Register
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,7 @@ Command = (
     | ExternalMove
     | Collected
     | Register
+    | Adopt
     | BeginGate
     | GateEnded
     | Promote
@@ -162,6 +172,8 @@ def decide(state: State, command: Command, *, now: datetime) -> Decision:
     match command:
         case Register():
             return _register(state, command, now)
+        case Adopt():
+            return _adopt(state, command, now)
         case BeginGate():
             return _begin_gate(state, command, now)
         case GateEnded():
@@ -295,6 +307,26 @@ def _register(state: State, command: Register, now: datetime) -> Decision:
         created_at=now,
     )
     return Decision((version,), version)
+
+
+def _adopt(state: State, command: Adopt, now: datetime) -> Decision:
+    """Origins that are known here already must be the same; the rest comes in with the version, in one step."""
+    fresh: list[Fact] = []
+    for fact in command.origins:
+        if not isinstance(fact, Recorded | RunFact | CheckpointFact | RunEnded):
+            raise RequestError(f"A version is not made from {fact.event!r}; it cannot be imported.", param="origins")
+        if isinstance(fact, RunEnded):
+            fresh += [fact] if fact.run_id not in state.ended else []
+        elif (known := _known(state, fact)) is None:
+            fresh.append(fact)
+        elif encode(known) != encode(fact):
+            raise StateError(
+                f"{fact.id!r} is recorded here with other facts than in the import.",
+                hint="Two installations have used one id for two things; the version cannot keep its lineage here.",
+            )
+    events = [Event(state.seq + place, now, "", fact) for place, fact in enumerate(fresh, start=1)]
+    registered = _register(replay(events, state), command.register, now)
+    return Decision((*fresh, *registered.facts) if registered.facts else (), registered.answer)
 
 
 def _begin_gate(state: State, command: BeginGate, now: datetime) -> Decision:

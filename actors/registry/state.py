@@ -212,20 +212,26 @@ def id_of(fact: Fact) -> str | None:
             return None
 
 
+def versions_of(fact: Fact) -> set[str]:
+    """Ids of the versions that a fact happened to."""
+    match fact:
+        case Version():
+            return {fact.id}
+        case GateBegun() | Retired() | Pinned() | Restored():
+            return {fact.version_id}
+        case GateEnded():
+            return {fact.gate_id.partition("#")[0]}
+        case AliasMove():
+            return {f"{fact.name}/{number}" for number in (*fact.split, *fact.previous_split)}
+        case Collected():
+            return {*fact.version_ids}
+        case _:
+            return set()
+
+
 def _names(fact: Fact) -> set[str]:
     """The registered names that a fact is about."""
-    match fact:
-        case Version() | AliasMove() | ExternalMove():
-            return {fact.name}
-        case GateBegun() | Retired() | Pinned() | Restored():
-            ids: tuple[str, ...] = (fact.version_id,)
-        case GateEnded():
-            ids = (fact.gate_id.partition("#")[0],)
-        case Collected():
-            ids = fact.version_ids
-        case _:
-            ids = ()
-    return {id_.rpartition("/")[0] for id_ in ids}
+    return {fact.name} if isinstance(fact, ExternalMove) else {id_.rpartition("/")[0] for id_ in versions_of(fact)}
 
 
 class _Draft:

@@ -247,7 +247,7 @@ def _require_end(end: int, after: int) -> None:
     if end != after:
         raise DependencyError(
             f"The registry's log ends at event {end}, not at {after}; nothing was added to it.",
-            hint="An answer of the database was lost, or somebody else wrote. The same command again reads the log first.",
+            hint="An answer of the database was lost, or somebody else wrote. The same command reads the log first.",
         )
 
 

@@ -1,6 +1,6 @@
 """What a person or the command line is shown of the registry. Pure: each view is a function of a `State`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from actors.registry.facts import (
     Stage,
     Version,
 )
+from actors.registry.gc import Item
 from actors.registry.lineage import Link, chain
 from actors.registry.mirror import MirrorStatus
 from actors.registry.serving import Holding, Traffic
@@ -130,11 +131,12 @@ class Freed(Config):
 
 
 class Collection(Config):
-    """What a garbage collection freed, and why the rest stays, by version id."""
+    """What a garbage collection freed; why versions stay, by id; and what it had to leave, by path."""
 
     dry_run: bool
     freed: tuple[Freed, ...]
     kept: dict[str, str]
+    left: dict[str, str]
 
 
 class RegistryStatus(Config):
@@ -263,6 +265,26 @@ def differences(first: Version, second: Version) -> tuple[Difference, ...]:
         Difference(fact=fact, first=ours.get(fact, "—"), second=theirs.get(fact, "—"))
         for fact in dict.fromkeys((*ours, *theirs))
         if ours.get(fact) != theirs.get(fact) and fact not in ("id", "number", "path", "source_path")
+    )
+
+
+def collection(
+    items: Iterable[Item], kept: Mapping[str, str], *, dry_run: bool, left: Mapping[Path, str] | None = None
+) -> Collection:
+    """A plan, or what came of it."""
+    return Collection(
+        dry_run=dry_run,
+        freed=tuple(
+            Freed(
+                what=f"{item.found.what} {', '.join(item.version_ids) or item.found.path.name}",
+                path=item.found.path,
+                size_bytes=item.found.size_bytes,
+                why=item.why,
+            )
+            for item in items
+        ),
+        kept=dict(kept),
+        left={str(path): why for path, why in (left or {}).items()},
     )
 
 

@@ -125,7 +125,8 @@ def verify(
     """Read the files of a version again and check them against its digest and its signature."""
     from app.pipelines.versions import verified
 
-    found = verified(Home.current(), reference)
+    with Display(notes) as display, display.stage("verify"):
+        found = verified(Home.current(), reference, display)
 
     def render(console: Console) -> None:
         rows = [(each.version_id, "whole" if each.key_id else "REFUSED", each.key_id, each.reason) for each in found]
@@ -155,11 +156,13 @@ def gc(
     def render(console: Console) -> None:
         total = sum(each.size_bytes for each in found.freed)
         if not found.freed:
-            console.print(f"Nothing to free; {len(found.kept)} versions are needed or younger than {older_than}.")
+            console.print(f"Nothing to free: all of it is needed, or younger than {older_than}.")
             return
         rows = [(each.what, f"{each.size_bytes / 1e6:.1f} MB", each.why) for each in found.freed]
         console.print(table("Would be freed" if dry_run else "Freed", ["what", "size", "why"], rows))
-        console.print(f"{total / 1e6:.1f} MB; {len(found.kept)} versions stay.")
+        console.print(f"{total / 1e6:.1f} MB; {len(found.kept)} versions stay because something needs them.")
+        for path, why in found.left.items():
+            console.print(f"Left: {path}: {why}")
 
     show(found.model_dump(mode="json"), render, as_json=as_json)
 
@@ -185,14 +188,13 @@ def export(
 
 def import_(
     file: Annotated[Path, typer.Argument(help="A file that `flywheel models export` wrote.")],
-    name: Annotated[str | None, typer.Option(help="Register it under another name.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Register a version of another installation. Its key must be trusted here: `flywheel keys trust`."""
-    from app.pipelines.versions import import_version  # imports ray
+    from app.pipelines.versions import import_version
 
     with Display(notes) as display, display.stage("import"):
-        version = import_version(Home.current(), file, name, display)
+        version = import_version(Home.current(), file, display)
     show(
         version.model_dump(mode="json"),
         lambda to: to.print(f"{version.id} is registered; it passes a gate here before it takes traffic."),

@@ -52,10 +52,12 @@ def state_of(*versions: Version, retired: tuple[int, ...] = (), at: datetime = O
         )
         for number in retired
     }
+    entries = log(*((one.id, one) for one in versions)) | log(*ends.items(), at=at)
     return State(
         versions={"triage": versions},
         stages={one.id: "retired" if one.number in retired else "candidate" for one in versions},
-        entries=log(*((one.id, one) for one in versions)) | log(*ends.items(), at=at),
+        entries=entries,
+        history={"triage": tuple(entries.values())},
     )
 
 
@@ -71,17 +73,24 @@ def freed(state: State, *things: Found, now: datetime = NOW) -> list[str]:
     return [item.found.path.name for item in plan(state, things, HOME, now=now).free]
 
 
-def test_only_retired_versions_and_orphans_are_freed_and_only_after_a_while() -> None:
+def pinned(state: State, number: int) -> State:
+    pin = Pinned(version_id=f"triage/{number}", pinned=True, by="ann", why="audit", at=OLD)
+    return replace(state, pins={pin.version_id: pin})
+
+
+def test_only_what_nothing_reaches_is_freed_and_only_after_a_while() -> None:
     one, two = version(1), version(2)
-    state = state_of(one, two, retired=(1,))
+    state = pinned(state_of(one, two, retired=(1,)), 2)
     orphan = found(HOME.versions / "triage" / ("ab" * 6))
     assert freed(state, folder(one), folder(two), orphan) == [folder(one).path.name, "ab" * 6]
     assert freed(state, replace(folder(one), touched_at=NOW), replace(orphan, touched_at=NOW)) == []
     assert freed(state_of(one, two, retired=(1,), at=NOW), folder(one)) == []
     drawn = plan(state, (folder(one),), HOME, now=NOW)
     assert drawn.version_ids == ("triage/1",)
-    assert (drawn.size_bytes, drawn.kept["triage/2"]) == (10, "it is candidate")
-    assert "retired" in drawn.free[0].why
+    assert (drawn.size_bytes, drawn.kept) == (10, {"triage/2": "pinned by ann: audit"})
+    assert drawn.free[0].why == "triage/1 is retired, and nothing reaches it"
+    (item,) = plan(state_of(one), (folder(one),), HOME, now=NOW).free
+    assert item.why == "triage/1 is candidate, and nothing reaches it"
 
 
 def test_what_something_reaches_stays() -> None:
@@ -89,9 +98,8 @@ def test_what_something_reaches_stays() -> None:
     state = state_of(one, two, retired=(1, 2))
     everything = (folder(one), folder(two))
     assert len(freed(state, *everything)) == 2
-    assert freed(state_of(one, two, retired=(1,)), *everything) == []  # the parent of a candidate
-    pin = Pinned(version_id="triage/2", pinned=True, by="ann", why="audit", at=OLD)
-    assert freed(replace(state, pins={"triage/2": pin}), *everything) == []
+    assert freed(pinned(state, 2), *everything) == []  # a parent stays for its child
+    assert freed(pinned(state, 1), *everything) == [folder(two).path.name]
     assert plan(state, everything, HOME, now=NOW, loaded={"triage/2"}).free == ()
     standing = {("triage", "champion"): ({2: 1.0},)}
     assert freed(replace(state, standing=standing), *everything) == []
@@ -118,7 +126,7 @@ def test_checkpoints_of_completed_runs_go_unless_a_version_was_made_from_them() 
         for step in (10, 20)
     ]
     made = version(1, checkpoint_id="run/step-20")
-    state = state_of(made)
+    state = pinned(state_of(made), 1)
     state = replace(state, entries={**state.entries, **log(("run", run), *((step.id, step) for step in steps))})
     things = [found(step.path, "checkpoint") for step in steps] + [
         found(HOME.runs / "run" / "step-000030", "checkpoint")
@@ -127,7 +135,7 @@ def test_checkpoints_of_completed_runs_go_unless_a_version_was_made_from_them() 
     done = replace(state, ended={"run": RunEnded(run_id="run", status="completed")})
     assert freed(done, *things) == ["step-000010"]
     assert freed(done, *things, now=OLD + timedelta(hours=1)) == []
-    gone = replace(done, stages={made.id: "retired"})
+    gone = replace(done, pins={})
     assert freed(gone, *things) == ["step-000010", "step-000020"]
 
 
@@ -140,7 +148,7 @@ def test_leftovers_go_when_they_are_old_and_trash_at_once() -> None:
 
 def test_a_cached_copy_goes_when_its_version_is_no_more() -> None:
     one, two = version(1), version(2)
-    state = state_of(one, two, retired=(1,))
+    state = pinned(state_of(one, two), 2)
     copies = [found(HOME.adapter_cache / one.digest, "cached adapter") for one in (one, two)]
     assert freed(state, *copies) == [one.digest]
 
@@ -177,8 +185,7 @@ def states(draw: st.DrawFn) -> State:
 def needed(state: State) -> set[int]:
     """Numbers that must stay, told the slow way."""
     several = state.versions["triage"]
-    found = {one.number for one in several if state.stages[one.id] != "retired"}
-    found |= {int(id_.split("/")[1]) for id_ in state.pins}
+    found = {int(id_.split("/")[1]) for id_ in state.pins}
     for places in state.standing.values():
         found |= set(places[-1])
         found |= {number for place in places for number in place if state.stages[f"triage/{number}"] != "retired"}
@@ -234,7 +241,7 @@ def of(number: int, one: Staged) -> Version:
 
 def test_a_collection_frees_folder_and_signature_and_nothing_else(store: Callable[..., Staged], home: Home) -> None:
     one, two = store(1), store(2)
-    state = state_of(of(1, one), of(2, two), retired=(1,))
+    state = pinned(state_of(of(1, one), of(2, two), retired=(1,)), 2)
     drawn = plan(state, look(home), home, now=later())
     assert one.folder.is_dir()
     outcome = collect(drawn, home, lambda: state)
@@ -260,7 +267,7 @@ def test_what_became_reachable_meanwhile_is_put_back(store: Callable[..., Staged
     one = store(1)
     before = State()
     drawn = plan(before, look(home), home, now=later())
-    outcome = collect(drawn, home, lambda: state_of(of(1, one)))
+    outcome = collect(drawn, home, lambda: pinned(state_of(of(1, one)), 1))
     assert "something needs it" in outcome.left[one.folder]
     signing.verify(one.folder, home, what="adapter triage/1")
 
