@@ -1,8 +1,8 @@
 """The vLLM deployment: one base model, with adapters on top, that is only ready once it is known to be right.
 
 This is where a request becomes a vLLM call: `generate` → `LLMServer.chat` / `.completions` → the engine.
-It knows adapters by version id, path and digest. It knows neither aliases nor the registry, so it serves on
-when the registry is away, and it knows no HTTP.
+It knows adapters by version id, path and digest. It knows no aliases, and of the registry only that it likes to hear
+what a replica holds: it serves on when the registry is away. It knows no HTTP.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from ray.serve.llm import LLMServer
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
 from actors.evaluation.parity import ParityVerdict, reference
+from actors.registry.serving import ServingReport
 from cluster.errors import DependencyError, RequestError
 from cluster.models import obtain, require_signed
 from cluster.signing import Verifier
@@ -40,6 +41,7 @@ from deployments.llm.config import LLMConfig
 from deployments.llm.parity import check
 from deployments.llm.protocol import Adapter, Answer, Generation, Kind
 from deployments.logs import join_serve
+from deployments.reporting import Reporter, whoami
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class LLMDeployment(LLMServer):
         self._cache = AdapterCache(home, max_rank=settings.max_lora_rank, base=self._model.path)
         self._known: dict[str, Adapter] = {}
         self._loading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._source, self._node = whoami()
+        self._reporter = Reporter(self._holdings)
         self._verdict: ParityVerdict | None = None
         self._running = 0
         # The reference's forward takes seconds, the first time; the engine starts meanwhile.
@@ -94,6 +98,7 @@ class LLMDeployment(LLMServer):
             self._refuse_if_wrong(self._verdict)
         else:
             await self._warm_up()
+        self._reporter.start()
         logger.info(
             "%s is ready: engine %.1f s, warm-up and parity %.1f s; parity: %s",
             self._base,
@@ -133,6 +138,11 @@ class LLMDeployment(LLMServer):
             "parity": asdict(self._verdict) if self._verdict else None,
         }
 
+    def _holdings(self) -> ServingReport:
+        """Which versions this replica has brought in and can answer with: the lineage's last but two links."""
+        held = tuple(sorted(adapter.version for adapter in self._known.values()))
+        return ServingReport(source=self._source, node=self._node, holds=held)
+
     async def _generate(self, generation: Generation) -> AsyncIterator[Answer]:
         request = self._parse(generation)
         try:
@@ -166,7 +176,10 @@ class LLMDeployment(LLMServer):
     async def _start_with_adapter(self, request: Any, generation: Generation, adapter: Adapter) -> AsyncIterator[Any]:
         # Also when the engine has the adapter already: it may have to read the files again (see adapters.py).
         await self._cache.fetch(adapter)
+        new = adapter.engine_name not in self._known
         self._known[adapter.engine_name] = adapter
+        if new:
+            self._reporter.soon()
         # Ray looks whether the engine has the adapter and then loads it; two first requests would both load,
         # and the second be told that the name is taken.
         async with self._loading[adapter.engine_name]:
