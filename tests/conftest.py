@@ -28,7 +28,6 @@ from cluster.storage import Home  # noqa: E402
 from tests.postgres import Postgres, server  # noqa: E402
 from tests.serving import ServeApp, running  # noqa: E402
 
-
 # A shell that starts pytest in its background has it ignore Ctrl-C, and what we start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -12,7 +12,7 @@ import httpx
 import openai
 
 from actors.registry.client import RegistryClient
-from actors.registry.state import Version, VersionFact
+from actors.registry.facts import Version, VersionFact
 from cluster.models import obtain
 from cluster.storage import Home
 from deployments.config import ServeConfig

@@ -2,7 +2,7 @@
 
 A fenced block is checked by its language: `console` and `sh` line by line against the real command line and the
 Makefile, `yaml` as a recipe if it has a `model`, `python` by compiling it, and by running it where the fence says
-`python run`.
+`python run`, `mermaid` state diagrams against the rules that they draw.
 """
 
 import re
@@ -18,6 +18,7 @@ import pytest
 import typer.main
 import yaml
 
+from actors.registry.rules import LEGAL
 from app import recipe as recipes
 from app.cli.application import cli
 from cluster.config import parse
@@ -120,7 +121,24 @@ def check_python(block: Block) -> None:
         subprocess.run([sys.executable, "-c", block.text], cwd=ROOT, check=True, timeout=60)
 
 
-CHECKS = {"console": check_shell, "sh": check_shell, "bash": check_shell, "yaml": check_yaml, "python": check_python}
+def check_mermaid(block: Block) -> None:
+    """The stages of a version, drawn as `rules.LEGAL` has them; what goes beyond is forced or given up, and says so."""
+    lines = re.findall(r"^ *(\w+) --> (\w+)(?:: (.*))?$", block.text, re.MULTILINE)
+    drawn = {(origin, target): label for origin, target, label in lines}
+    legal = {(origin, target) for origin, targets in LEGAL.items() for target in targets if origin != target}
+    assert legal <= drawn.keys(), f"not drawn: {legal - drawn.keys()}"
+    beyond = {label.split(" ")[0] for move, label in drawn.items() if move not in legal}
+    assert beyond <= {"--force", "abandoned"}, f"not legal, and drawn as if: {beyond}"
+
+
+CHECKS = {
+    "console": check_shell,
+    "sh": check_shell,
+    "bash": check_shell,
+    "yaml": check_yaml,
+    "python": check_python,
+    "mermaid": check_mermaid,
+}
 
 
 @pytest.mark.parametrize("block", [block for block in _blocks() if block.info], ids=str)

@@ -195,7 +195,8 @@ def decide(state: State, command: Command, *, now: datetime) -> Decision:
         case Collected():
             return _collect(state, command)
         case ExternalMove():
-            return Decision((command,), command)
+            known = state.entries.get(command.id)
+            return Decision((), known.fact) if known else Decision((command,), command)
         case _:
             return _record(state, command)
 

@@ -348,12 +348,3 @@ class _Draft:
         self.collected -= {fact.version_id}
         if self.stages[fact.version_id] != "retired":
             self._serve(there)
-
-
-def __getattr__(name: str) -> object:  # transition, removed before this is done
-    from actors.registry import facts, rules
-
-    for module in (facts, rules):
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise AttributeError(name)

@@ -25,6 +25,9 @@ from actors.registry.facts import (
     CheckpointFact,
     DataFact,
     EvaluationFact,
+    GateBegun,
+    GateCheck,
+    GateEnded,
     RunEnded,
     RunFact,
     Version,
@@ -32,7 +35,7 @@ from actors.registry.facts import (
 )
 from actors.training.controller import TrainingResult, new_run_id
 from actors.training.controller import train as run_training
-from app.pipelines.provenance import code_commit
+from app.pipelines.provenance import code_commit, lock_digest
 from app.recipe import Recipe
 from cluster.errors import ConfigError, DependencyError, FlywheelError, RequestError
 from cluster.models import StoredModel, obtain
@@ -129,7 +132,7 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
             base_digest=base.digest,
             data_version=data.tokens.id,
             recipe=settings,
-            recipe_digest=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
+            recipe_digest=_digest(settings),
             code_commit=commit,
             tracking_run=tracking_run,
         )
@@ -203,7 +206,7 @@ def champion(ground: Ground, name: str) -> Champion | None:
         if error.status != 404:
             raise
         return None
-    return Champion(standing.id, standing.path, standing.base_digest)
+    return Champion(standing.id, ground.home.versions / standing.path, standing.base_digest)
 
 
 def serving_dtype(recipe: Recipe) -> Dtype:
@@ -214,10 +217,11 @@ def serving_dtype(recipe: Recipe) -> Dtype:
 def register(
     ground: Ground, base: StoredModel, data: Data, result: TrainingResult, report: EvaluationReport
 ) -> Registration:
-    """Make the adapter a version, and move the recipe's alias to it only if the gate was passed."""
+    """Make the adapter a version, give it the gate's verdict, and move the recipe's alias to it if that allows it."""
     wanted = ground.recipe.registration
     if wanted is None:
         raise ConfigError("This recipe has no `register` section.", hint="Add `register: {name: …}`.")
+    settings = ground.recipe.model_dump(mode="json", by_alias=True)
     version = ground.registry.register(
         VersionFact(
             name=wanted.name,
@@ -230,16 +234,35 @@ def register(
             checkpoint_id=result.checkpoint_id,
             data_version=data.tokens.id,
             evaluation_id=report.id,
+            recipe_digest=_digest(settings),
+            lock_digest=lock_digest(),
             code_commit=code_commit(),
             metrics={f"{name}_exact_match": score.value for name, score in report.scores.items()},
-        )
+        ),
+        recipe=settings,
+        sink=ground.sink,
     )
+    end_gate(ground.registry, ground.registry.begin_gate(version.id), report)
     if wanted.on_pass is None:
         return Registration(version, None, "the recipe moves no alias")
     if not report.verdict.passed:
         return Registration(version, None, report.verdict.reason)
     move = ground.registry.promote(wanted.name, wanted.on_pass, version.number, why=report.verdict.reason)
     return Registration(version, move, report.verdict.reason)
+
+
+def end_gate(registry: RegistryClient, gate: GateBegun, report: EvaluationReport) -> None:
+    """Give the version of `gate` the verdict of `report`, which is recorded, with all that it looked at."""
+    verdict = report.verdict
+    registry.end_gate(
+        GateEnded(
+            gate_id=gate.id,
+            outcome="passed" if verdict.passed else "blocked",
+            evaluation_id=report.id,
+            checks=tuple(GateCheck(name=c.name, passed=c.passed, reason=c.reason) for c in verdict.checks),
+            reason=verdict.reason,
+        )
+    )
 
 
 def record_data(registry: RegistryClient, version: DataVersion) -> None:
@@ -281,6 +304,10 @@ def end_run(ground: Ground, tracking_run: str | None, ended: RunEnded) -> None:
         ground.tracker.end_run(tracking_run, ended.status)
     except DependencyError as error:
         logger.warning("the tracker does not know that run %s has ended: %s", ended.run_id, error)
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def _flat(settings: dict[str, object], prefix: str = "") -> dict[str, str]:

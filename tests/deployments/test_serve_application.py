@@ -29,7 +29,7 @@ HELLO: list[Any] = [{"role": "user", "content": "What is the capital of France?"
 def versions(serve_app: ServeApp) -> list[Version]:
     """Two versions of one adapter; `champion` stands at the first, and the gateway knows it."""
     made = [serve_app.register("serving", seed=seed) for seed in (1, 2)]
-    serve_app.registry.promote("serving", "champion", made[0].number, why="first")
+    serve_app.registry.promote("serving", "champion", made[0].number, why="first", force=True)
     until(lambda: f"{BASE}:serving@champion" in names(serve_app))
     return made
 
@@ -246,7 +246,7 @@ def test_a_stream_ends_on_the_version_that_it_began_with(serve_app: ServeApp, ve
         extra_body={"ignore_eos": True},
     )
     first = next(stream)
-    serve_app.registry.promote("serving", "champion", 2, why="second")
+    serve_app.registry.promote("serving", "champion", 2, why="second", force=True)
     until(lambda: serve_app.sdk.models.retrieve(f"{BASE}:serving").model_extra["root"].endswith("/2"))  # type: ignore[index]
     assert serve_app.say(f"{BASE}:serving") == serve_app.say(f"{BASE}:serving/2")
     rest = list(stream)
@@ -291,7 +291,7 @@ def test_the_registry_may_die_while_requests_go_on(serve_app: ServeApp, versions
         os.kill(serve_app.registry.pid(), signal.SIGKILL)
         until(lambda: len(answers) >= before + 2)
         assert {version.id for model in serve_app.registry.list() for version in model.versions} == known
-        move = serve_app.registry.promote("serving", "candidate", 2, why="after the restart")
+        move = serve_app.registry.promote("serving", "candidate", 2, why="after the restart", force=True)
         assert move.version == 2
         until(lambda: f"{BASE}:serving@candidate" in names(serve_app))
     finally:

@@ -17,15 +17,18 @@ from safetensors.numpy import save_file
 
 from actors.registry.client import RegistryClient, RegistryHandle
 from actors.registry.config import ACTOR_NAME, NAMESPACE
-from actors.registry.snapshot import resolve
-from actors.registry.state import RunFact, Version, VersionFact
+from actors.registry.facts import RunFact, VersionFact
+from actors.registry.snapshot import Snapshot, resolve
 from cluster.errors import DependencyError, RequestError, StateError
+from cluster.progress import Progress
 from cluster.session import Session
+from cluster.signing import verify
 from cluster.storage import Home, digest_folder
 from cluster.tracking import MlflowTracker, prepare_tracking
 
 pytestmark = pytest.mark.integration
 
+ROOT = Path(__file__).parents[2]
 MUST_BE_BACK_WITHIN_S = 10.0
 
 
@@ -62,21 +65,21 @@ def test_nothing_acknowledged_is_lost_when_its_process_is_killed(
 ) -> None:
     for number in (1, 2):
         registry.register(fact("killed", adapter(tmp_path / str(number), seed=number)))
-    registry.promote("killed", "champion", 1, why="first")
-    registry.promote("killed", "champion", 2, why="better", expected=1)
+    registry.promote("killed", "champion", 1, why="first", force=True)
+    registry.promote("killed", "champion", 2, why="better", expected=1, force=True)
     before, epoch = registry.snapshot(), registry.status().epoch
 
     dead = kill(registry)
     killed_at = time.monotonic()
     after = registry.snapshot()
     assert time.monotonic() - killed_at < MUST_BE_BACK_WITHIN_S
-    assert after == before
+    assert (after.models, after.number) == (before.models, before.number)
     status = registry.status()
     assert status.pid != dead
     assert status.epoch == epoch + 1
     route = resolve(after, "killed@champion")
     assert route.version == 2
-    assert digest_folder(route.path) == route.digest
+    assert digest_folder(after.folder(route)) == route.digest
 
     move = registry.rollback("killed", "champion", why="worse after all")
     assert (move.previous, move.version, move.by) == (2, 1, "tester")
@@ -84,7 +87,7 @@ def test_nothing_acknowledged_is_lost_when_its_process_is_killed(
     tracker = MlflowTracker(prepare_tracking(home))
     assert tracker.aliases("killed") == {"champion": 1}
     assert {number: tags["flywheel.digest"] for number, tags in tracker.versions("killed").items()} == {
-        number: after.versions[f"killed/{number}"].digest for number in (1, 2)
+        number: after.models["killed"].versions[number].digest for number in (1, 2)
     }
 
 
@@ -99,7 +102,7 @@ def test_moves_made_while_it_is_killed_again_and_again_happen_once_each_and_in_o
     def mover() -> None:
         while not stop.is_set():
             why = f"move {len(acknowledged)}"
-            registry.promote("busy", "champion", 1 + len(acknowledged) % 2, why=why)
+            registry.promote("busy", "champion", 1 + len(acknowledged) % 2, why=why, force=True)
             acknowledged.append(why)
 
     thread = threading.Thread(target=mover)
@@ -119,25 +122,42 @@ def test_moves_made_while_it_is_killed_again_and_again_happen_once_each_and_in_o
     assert moves == acknowledged
 
 
-def test_a_registration_that_is_killed_in_the_middle_of_its_copy_is_whole_afterwards(
-    registry: RegistryClient, tmp_path: Path
+def test_a_registration_whose_process_is_killed_in_the_middle_of_its_copy_goes_on_from_there(
+    registry: RegistryClient, home: Home, ray_session: Session, tmp_path: Path
 ) -> None:
-    source = adapter(tmp_path / "big", rank=256, width=100_000)  # 205 MB
-    answers: list[Version] = []
-    thread = threading.Thread(target=lambda: answers.append(registry.register(fact("big", source))))
-    pid = registry.pid()
-    thread.start()
-    versions = registry.status().home / "versions" / "big"
-    while not list(versions.glob(".partial-*/adapter_model.safetensors")):
-        assert thread.is_alive()
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    thread.join(timeout=120)
-    (version,) = answers
+    source = adapter(tmp_path / "big", rank=256, width=200_000)  # 410 MB
+    with driver(ray_session, f"registry.register({fact('big', source)!r})") as dying:
+        store = home.versions / "big"
+        while not any("\n" in journal.read_text() for journal in store.glob(".partial-upload-*/journal")):
+            assert dying.poll() is None
+            time.sleep(0.002)
+        dying.kill()
+    assert [model.name for model in registry.list() if model.name == "big"] == []
+    heard: list[Progress] = []
+    version = registry.register(fact("big", source), sink=heard.append)
     assert version.id == "big/1"
-    assert digest_folder(version.path) == version.digest == digest_folder(source)
-    (model,) = [model for model in registry.list() if model.name == "big"]
-    assert len(model.versions) == 1
+    assert digest_folder(home.versions / version.path) == version.digest
+    assert verify(home.versions / version.path, home, what=version.id, digest=version.digest)
+    assert [path.name for path in store.iterdir() if path.name.startswith(".partial")] == []
+    assert heard[0].done > 0
+
+
+def driver(session: Session, call: str) -> "subprocess.Popen[str]":
+    """Another Ray driver that makes one call of the registry's client."""
+    script = f"""
+import sys
+from pathlib import Path, PosixPath
+from cluster import environment; environment.prepare()
+from cluster.session import connect
+with connect(sys.argv[1]):
+    from actors.registry.client import RegistryClient
+    from actors.registry.facts import VersionFact
+    registry = RegistryClient.connect()
+    {call}
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, session.address], cwd=ROOT, text=True, stdout=subprocess.PIPE
+    )
 
 
 def test_two_drivers_that_register_the_same_content_at_once_get_the_same_version(
@@ -156,14 +176,19 @@ def test_two_drivers_that_register_the_same_content_at_once_get_the_same_version
 async def test_a_server_that_waits_for_news_gets_them_across_a_death(registry: RegistryClient, tmp_path: Path) -> None:
     await asyncio.to_thread(registry.register, fact("pushed", adapter(tmp_path / "a", seed=5)))
     handle = RegistryHandle()
-    known = await handle.snapshot()
-    waiting = asyncio.create_task(handle.wait_snapshot(known.number, 50))
+
+    async def news() -> Snapshot:
+        known = await handle.snapshot()
+        while not known.aliases_of("pushed"):  # a new life of the registry is news, too
+            known = await handle.wait_snapshot(known, 50)
+        return known
+
+    waiting = asyncio.create_task(news())
     await asyncio.sleep(0.3)
     await asyncio.to_thread(kill, registry)
-    await asyncio.to_thread(registry.promote, "pushed", "champion", 1, why="news")
+    await asyncio.to_thread(registry.promote, "pushed", "champion", 1, why="news", force=True)
     promoted_at = time.monotonic()
-    news = await waiting
-    assert resolve(news, "pushed").version == 1
+    assert resolve(await waiting, "pushed").version == 1
     assert time.monotonic() - promoted_at < 2
 
 
@@ -174,13 +199,13 @@ from cluster import environment; environment.prepare()
 from cluster.session import connect
 with connect(sys.argv[1]):
     from actors.registry.client import RegistryClient
-    from actors.registry.state import RunFact
+    from actors.registry.facts import RunFact
     RegistryClient.connect().begin_run(RunFact(id="orphan-1", name="orphan", base="b", base_digest=""))
     os._exit(1)
 """
     ended = subprocess.run(
         [sys.executable, "-c", driver, ray_session.address],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         timeout=120,
         capture_output=True,
         text=True,
@@ -215,4 +240,4 @@ def test_a_registry_that_cannot_start_says_why_and_the_next_one_finds_everything
     (tmp_path / "file").touch()
     with pytest.raises(DependencyError, match=r"cannot start: .*cannot be created"):
         RegistryClient.start(home, database=f"sqlite:///{tmp_path}/file/registry.db")
-    assert RegistryClient.start(home).snapshot() == before
+    assert RegistryClient.start(home).snapshot().models == before.models

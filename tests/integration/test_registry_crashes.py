@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,18 +12,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from actors.registry import gc
 from actors.registry.facts import (
+    Artifact,
     CheckpointFact,
+    Collected,
     DataFact,
     EvaluationFact,
+    ExternalMove,
     FeedbackFact,
     GateEnded,
+    Origin,
     RunEnded,
     RunFact,
     VersionFact,
 )
 from actors.registry.ledger import Ledger
-from actors.registry.rules import BeginGate, Pin, Promote, Register, Retire, Rollback
+from actors.registry.rules import Adopt, BeginGate, Pin, Promote, Register, Retire, Rollback
 from actors.registry.state import State, replay
 from actors.registry.store import SqlEventStore, read_log
 from actors.registry.upload import admit
@@ -84,12 +89,24 @@ class _RegisterFolder:
     """Copy, sign and record a folder, as the client does it."""
 
     seed: int
+    run: str | None = "r"
 
     def __call__(self, actor: Actor) -> object:
         source = actor.scene.adapter(self.seed)
-        fact = VersionFact(name=NAME, kind="adapter", source_path=source, base="smol", run_id="r")
+        fact = VersionFact(name=NAME, kind="adapter", source_path=source, base="smol", run_id=self.run)
         actor.ledger.check(fact)
         return actor.ledger.commit(Register(fact, admit(fact, actor.scene.home)), by="ada")
+
+
+class _Collect:
+    """Free what nothing reaches, as the actor does it."""
+
+    def __call__(self, actor: Actor) -> object:
+        home, later = actor.scene.home, datetime.now(UTC) + timedelta(days=400)
+        plan = gc.plan(actor.ledger.state, gc.look(home), home, now=later)
+        if plan.version_ids:
+            actor.ledger.commit(Collected(version_ids=plan.version_ids), by="ada")
+        return gc.collect(plan, home, lambda: actor.ledger.state)
 
 
 def promote(version: int, command: str) -> Promote:
@@ -103,6 +120,7 @@ FOUNDATION: Final[tuple[Operation, ...]] = (
     _RegisterFolder(1),
     _RegisterFolder(2),
     _RegisterFolder(3),
+    _RegisterFolder(4, run=None),
     commit(promote(1, "p1")),
     commit(promote(2, "p2")),
     commit(BeginGate(f"{NAME}/3", "ada", "g1")),
@@ -118,9 +136,28 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "checkpoint": commit(CheckpointFact(id="r/step-2", run_id="r", step=2, path=Path("/c2"))),
     "end-run": commit(RunEnded(run_id="r", status="completed", verdict="well")),
     "evaluation": commit(EvaluationFact(id="eval-1", run_id="r", checkpoint_id="r/step-1", passed=True)),
-    "register": _RegisterFolder(4),
+    "register": _RegisterFolder(5),
     "register-again": _RegisterFolder(1),
     "promote": commit(promote(1, "p3")),
+    "split": commit(Promote(NAME, "champion", {1: 0.5, 2: 0.5}, "ada", "why", "p4", {2: 1.0})),
+    "external": commit(Promote(NAME, "champion", {1: 1.0}, "mlflow", "why", "p5", {2: 1.0}, external=True)),
+    "external-refused": commit(
+        ExternalMove(id="x", name=NAME, alias="champion", version=3, where="MLflow", refused="no", at=NOW)
+    ),
+    "adopt": commit(
+        Adopt(
+            (
+                DataFact(id="far@1", name="far", digest="d", stage="tokens"),
+                RunFact(id="far", name="f", base="b", base_digest=""),
+            ),
+            Register(
+                VersionFact(name="far", kind="adapter", source_path=Path("/far.tar"), base="b", run_id="far"),
+                Artifact(path=Path("far/aa"), digest="aa"),
+                Origin(version_id="there/7", signed_by="k", exported_at=NOW, exported_by="k"),
+            ),
+        )
+    ),
+    "collect": _Collect(),
     "rollback": commit(Rollback(NAME, "champion", "ada", "why", "b1")),
     "begin-gate": commit(BeginGate(f"{NAME}/3", "ada", "g2")),
     "end-gate": commit(GateEnded(gate_id=f"{NAME}/3#gate-1", outcome="passed")),
@@ -194,7 +231,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         server: Postgres = request.getfixturevalue("postgres")
         file, uri = None, server.uri(server.create_database())
     scene = Scene(root, uri)
-    for seed in (1, 2, 3, 4):
+    for seed in (1, 2, 3, 4, 5):
         _write_adapter(scene.adapter(seed), seed)
     Keyring(scene.home).ensure()
     actor = begin(scene)
@@ -253,7 +290,7 @@ def perform(scene: Scene, operation: Operation) -> tuple[State, State]:
     operation(actor)
     left = actor.ledger.state
     assert replay(read_log(scene.uri)) == left
-    for version in left.versions[NAME]:
+    for version in (version for version in left.versions[NAME] if version.id not in left.collected):
         verify(scene.home.versions / version.path, scene.home, what=version.id, digest=version.digest)
     actor.store.close()
     return found, left
