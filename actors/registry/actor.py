@@ -23,12 +23,14 @@ from tenacity import before_sleep_log, retry, retry_if_exception, stop_after_del
 from actors.registry import drivers, gc, views
 from actors.registry.facts import (
     AliasMove,
+    Artifact,
     CheckpointFact,
     Collected,
     DataFact,
     Driver,
     EvaluationFact,
     ExternalMove,
+    Fact,
     FeedbackFact,
     GateBegun,
     GateEnded,
@@ -47,9 +49,10 @@ from actors.registry.serving import ServingBook, ServingReport
 from actors.registry.snapshot import Change, Snapshot
 from actors.registry.state import State, snapshot
 from actors.registry.store import EventStore, SqlEventStore
+from actors.registry.upload import LOCK
 from cluster.database import open_engine, without_password
-from cluster.errors import FlywheelError, RequestError, StateError
-from cluster.storage import Home
+from cluster.errors import DependencyError, FlywheelError, RequestError, StateError
+from cluster.storage import Home, only_one
 from cluster.tracking import MlflowTracker, Tracker, prepare_tracking
 
 LONGEST_POLL_S: Final = 60.0
@@ -161,12 +164,15 @@ class Registry:
         self._ledger.check(fact)
 
     async def register(self, command: Register, by: str) -> Version:
-        """Make an artifact that lies in the version store a version; content that is a version already stays it."""
-        return await self._commit(command, by, Version)
+        """Make an artifact that lies in the version store a version; content that is a version already stays it.
+
+        `DependencyError` if its files are not there: a collection took them before anything pointed to them.
+        """
+        return await self._commit_files(command.artifact, command, by)
 
     async def adopt(self, command: Adopt, by: str) -> Version:
         """As `register`, with the facts that a version of another installation was made from."""
-        return await self._commit(command, by, Version)
+        return await self._commit_files(command.register.artifact, command, by)
 
     async def begin_gate(self, command: BeginGate) -> GateBegun:
         """Set a version to `evaluating`."""
@@ -306,6 +312,23 @@ class Registry:
         # In a thread, a commit runs to its end even if the caller is cancelled.
         answer = await self._in_thread(self._commits, partial(self._ledger.commit, command, by=by))
         assert isinstance(answer, kind)
+        return answer
+
+    async def _commit_files(self, artifact: Artifact, command: Command, by: str) -> Version:
+        def commit() -> Fact:
+            folder = self._home.versions / artifact.path
+            # A collection holds this lock while it takes a folder away, and looks at the state once more.
+            with only_one(folder.parent / LOCK):
+                if not folder.is_dir():
+                    raise DependencyError(
+                        f"The files of {artifact.path} are not in the version store.",
+                        hint="They were freed before the version was recorded. Register the folder again.",
+                        retryable=False,
+                    )
+                return self._ledger.commit(command, by=by)
+
+        answer = await self._in_thread(self._commits, commit)
+        assert isinstance(answer, Version)
         return answer
 
     async def _close_abandoned(self) -> None:

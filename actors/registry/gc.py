@@ -28,7 +28,7 @@ from typing import Final, Literal, TypeVar
 
 from actors.registry.facts import CheckpointFact, EvaluationFact, RunFact, Version
 from actors.registry.state import State, held, versions_of
-from actors.registry.upload import FOLDER_DIGITS, UPLOAD_PREFIX, claim
+from actors.registry.upload import FOLDER_DIGITS, LOCK, UPLOAD_PREFIX, claim
 from cluster.signing import SIGNATURE_SUFFIX, signature_path
 from cluster.storage import PARTIAL_PREFIX, Home, only_one
 
@@ -361,7 +361,7 @@ def _held(found: Found, home: Home) -> Iterator[bool]:
         with claim(found.path, patient=False) as upload:
             yield upload is not None
     elif found.path.is_relative_to(home.versions):
-        with only_one(found.path.parent / ".lock"):
+        with only_one(found.path.parent / LOCK):
             yield True
     else:
         yield True

@@ -53,6 +53,8 @@ _SPARE_BYTES: Final = 16 << 20
 _REPORT_EVERY_S: Final = 0.25
 _NO_SUCH_CALL: Final = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 _DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+LOCK: Final = ".lock"
+"""Held while a folder of this name's appears, is recorded, or is taken away."""
 _JOURNAL: Final = "journal"
 _FILES: Final = "files"
 
@@ -188,7 +190,7 @@ def put(
     if signature is None:
         signature = files.with_name(target.name + signing.SIGNATURE_SUFFIX)
         signed_by = signing.sign(files, home, digests, signature=signature)
-    with only_one(store / ".lock"):
+    with only_one(store / LOCK):
         there = target.is_dir()
         if not there:
             signature.rename(signing.signature_path(target))
@@ -204,7 +206,7 @@ def put(
 def adopt(target: Path, digest: str, home: Home, *, what: str) -> str:
     """The key that signed the version at `target`, which must hold what `digest` says; it is signed if it was not."""
     try:
-        with only_one(target.parent / ".lock"):
+        with only_one(target.parent / LOCK):
             os.utime(target)
         return signing.verify(target, home, what=what, digest=digest)
     except signing.SignatureError as error:

@@ -66,7 +66,7 @@ def run(size: Size, sink: Sink) -> Report:
             RegistryClient.start(home)
             sink(Progress("bench", 2, 4, "parts", note="resolve, register, list, push"))
             registry = RegistryClient.connect(by="bench")
-            results += [*_reading(registry, size), *_registering(registry, size), *_pushing(registry, size)]
+            results += [*_reading(registry, size), *_registering(registry, home, size), *_pushing(registry, size)]
             sink(Progress("bench", 3, 4, "parts", note="kill -9"))
             results.append(_recovering(registry, size))
         sink(Progress("bench", 4, 4, "parts"))
@@ -161,13 +161,14 @@ def _reading(registry: RegistryClient, size: Size) -> list[Result]:
     return [Result.of("resolve", "µs", times), Result.of("list_models", "ms", listings)]
 
 
-def _registering(registry: RegistryClient, size: Size) -> list[Result]:
+def _registering(registry: RegistryClient, home: Home, size: Size) -> list[Result]:
     medians = []
     for turn in range(size.runs):
         times = []
         for number in range(40):
             fact = VersionFact(name="model-000", kind="adapter", source_path=Path("/bench"), base=_BASE)
             artifact = Artifact(path=Path("model-000") / f"new-{turn}-{number}", digest=f"new-{turn}-{number}")
+            (home.versions / artifact.path).mkdir(parents=True)
             began = time.perf_counter()
             registry.record(fact, artifact)
             times.append((time.perf_counter() - began) * 1e3)

@@ -206,12 +206,12 @@ def test_documents_are_found_again(serve_app: ServeApp) -> None:
 def test_a_broken_adapter_fails_alone(serve_app: ServeApp, tmp_path: Path) -> None:
     # Bytes that this node has never seen, also where the home folder is kept between sessions.
     lost = serve_app.register("lost", seed=time.time_ns())
-    shutil.rmtree(lost.path)  # before any replica has seen it
+    shutil.rmtree(serve_app.home.versions / lost.path)  # before any replica has seen it
     wrong = write_adapter(tmp_path / "wrong", obtain(BASE, serve_app.home).path, seed=8, width=96)
     misfit = serve_app.registry.register(VersionFact(name="misfit", kind="adapter", source_path=wrong, base=BASE))
     until(lambda: {f"{BASE}:{lost.id}", f"{BASE}:{misfit.id}"} <= names(serve_app))
     unsigned = serve_app.register("unsigned", seed=time.time_ns())
-    signature_path(Path(unsigned.path)).unlink()
+    signature_path(serve_app.home.versions / unsigned.path).unlink()
     large = serve_app.register("large", seed=9, rank=2 * MAX_LORA_RANK)
     until(lambda: {f"{BASE}:{large.id}", f"{BASE}:{unsigned.id}"} <= names(serve_app))
     for version, status in ((lost, 503), (unsigned, 503), (misfit, 400), (large, 400)):
@@ -230,7 +230,7 @@ def test_adapters_outlive_their_source_and_their_eviction(serve_app: ServeApp, v
     many = [serve_app.register("many", seed=100 + n) for n in range(serve_app.config.llm.max_adapters + 1)]  # type: ignore[union-attr]
     until(lambda: f"{BASE}:{many[-1].id}" in names(serve_app))
     first = serve_app.say(f"{BASE}:{many[0].id}", max_tokens=4)
-    shutil.rmtree(many[0].path)
+    shutil.rmtree(serve_app.home.versions / many[0].path)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda version: serve_app.say(f"{BASE}:{version.id}", max_tokens=1), many[1:]))
     assert serve_app.say(f"{BASE}:{many[0].id}", max_tokens=4) == first

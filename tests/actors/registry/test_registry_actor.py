@@ -1,6 +1,7 @@
 """The actor's class without Ray: long polls, concurrency, and a log that fails at the worst moment."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
@@ -14,8 +15,10 @@ from actors.registry.rules import BeginGate, Promote, Register
 from actors.registry.serving import ServingReport, Traffic
 from actors.registry.snapshot import resolve
 from actors.registry.store import Log, MemoryEventStore
+from actors.registry.upload import admit
 from cluster.database import sqlite_uri
-from cluster.errors import DependencyError, RequestError
+from cluster.errors import DependencyError, RequestError, StateError
+from cluster.signing import signature_path, verify
 from cluster.storage import Home
 from cluster.tracking import MemoryTracker
 
@@ -23,6 +26,13 @@ from cluster.tracking import MemoryTracker
 def register(content: str) -> Register:
     fact = VersionFact(name="triage", kind="adapter", source_path=Path("/s"), base="smol")
     return Register(fact, Artifact(path=Path("triage") / content, digest=content))
+
+
+def with_files(home: Home) -> Home:
+    """A home in whose store something lies for each content that `register` knows."""
+    for content in ("aa", "bb", "cc"):
+        (home.versions / "triage" / content).mkdir(parents=True)
+    return home
 
 
 def promote(version: int, command: str) -> Promote:
@@ -41,8 +51,9 @@ def tracker() -> MemoryTracker:
 
 @pytest.fixture
 async def registry(tmp_path: Path, log: Log, tracker: MemoryTracker) -> AsyncIterator[Registry]:
+    home = with_files(Home(tmp_path / "home"))
     registry = Registry(
-        Home(tmp_path / "home"),
+        home,
         sqlite_uri(tmp_path / "registry.db"),
         open_store=lambda _: MemoryEventStore(log),
         open_tracker=lambda: tracker,
@@ -115,7 +126,10 @@ class Flaky(MemoryEventStore):
 async def test_a_commit_of_unknown_outcome_is_read_back_before_the_next(tmp_path: Path) -> None:
     store = Flaky()
     registry = Registry(
-        Home(tmp_path), sqlite_uri(tmp_path / "registry.db"), open_store=lambda _: store, find_dead=lambda _: {}
+        with_files(Home(tmp_path)),
+        sqlite_uri(tmp_path / "registry.db"),
+        open_store=lambda _: store,
+        find_dead=lambda _: {},
     )
     await registry.register(register("aa"), "ada")
     store.broken = True
@@ -191,3 +205,75 @@ async def test_lineage_goes_on_to_what_servers_have_reported(registry: Registry)
     await registry.report(ServingReport(source="gateway#b", node="n1", traffic=(row,)))
     links = await registry.lineage("triage")
     assert [link.id for link in links] == ["triage/1", "replica/llm#a", f"traffic/triage/1/{now:%Y-%m-%d}"]
+
+
+async def test_a_collection_frees_what_nothing_reaches_and_the_same_content_brings_it_back(
+    registry: Registry, make_adapter: Callable[..., Path]
+) -> None:
+    home = await registry.home()
+    commands = []
+    for seed in (1, 2):
+        fact = VersionFact(name="triage", kind="adapter", source_path=make_adapter(f"a{seed}", seed=seed), base="smol")
+        commands.append(Register(fact, admit(fact, home)))
+        await registry.register(commands[-1], "ada")
+    await registry.promote(promote(1, "a"))
+    await registry.report(ServingReport(source="llm#a", node="n", holds=("triage/2",)))
+    assert (await registry.collect(0, False, "ada")).freed == ()  # a replica holds the other one
+    await registry.report(ServingReport(source="llm#a", node="n", holds=()))
+    planned = await registry.collect(0, True, "ada")
+    assert [freed.what for freed in planned.freed] == ["version triage/2"]
+    one, two = (home.versions / command.artifact.path for command in commands)
+    assert two.is_dir()
+
+    freed = await registry.collect(0, False, "ada")
+    assert (freed.freed[0].path, freed.left) == (two, {})
+    assert (one.is_dir(), two.exists(), signature_path(two).exists()) == (True, False, False)
+    with pytest.raises(StateError, match="files have been freed"):
+        await registry.promote(promote(2, "b"))
+    assert [*(await registry.snapshot()).models["triage"].versions] == [1]
+
+    again = await registry.register(Register(commands[1].fact, admit(commands[1].fact, home)), "ada")
+    assert again.id == "triage/2"
+    assert verify(two, home, what="triage/2", digest=again.digest)
+    await registry.promote(promote(2, "c"))
+
+
+async def test_collections_that_run_beside_registrations_never_take_what_has_become_a_version(
+    registry: Registry, make_adapter: Callable[..., Path]
+) -> None:
+    home = await registry.home()
+    sources = [make_adapter(f"a{seed}", seed=seed) for seed in range(3)]
+
+    outcomes: list[str] = []
+
+    async def register_and_promote(turn: int) -> None:
+        fact = VersionFact(name="triage", kind="adapter", source_path=sources[turn % 3], base="smol")
+        artifact = await asyncio.to_thread(admit, fact, home)
+        await asyncio.sleep(0.002 * (turn % 4))
+        try:
+            version = await registry.register(Register(fact, artifact), "ada")
+            await asyncio.sleep(0.002 * (turn % 3))
+            await registry.promote(promote(version.number, f"p{turn}"))
+            outcomes.append("promoted")
+        except DependencyError:
+            outcomes.append("freed before it was a version")
+        except StateError:
+            outcomes.append("freed before it was promoted")
+
+    async def collect() -> None:
+        while True:
+            with contextlib.suppress(StateError):  # something that was to go has become needed: nothing went
+                await registry.collect(0, False, "ada")
+
+    collecting = asyncio.create_task(collect())
+    for turn in range(24):
+        await register_and_promote(turn)
+    collecting.cancel()
+    await asyncio.gather(collecting, return_exceptions=True)
+    await register_and_promote(24)
+    assert outcomes[-1] == "promoted"
+    snapshot = await registry.snapshot()
+    there = [snapshot.models["triage"].versions[number] for number in snapshot.models["triage"].versions]
+    assert there
+    for route in there:
+        assert verify(snapshot.folder(route), home, what=route.id, digest=route.digest)
