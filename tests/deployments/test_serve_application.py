@@ -300,6 +300,17 @@ def test_the_registry_may_die_while_requests_go_on(serve_app: ServeApp, versions
     assert not failures
 
 
+def test_what_was_served_by_whom_is_in_the_lineage(serve_app: ServeApp, versions: list[Version]) -> None:
+    serve_app.say(f"{BASE}:serving/1")
+
+    def came_of_it() -> dict[str, str]:
+        return {link.kind: link.note for link in serve_app.registry.lineage("serving/1")}
+
+    until(lambda: {"replica", "traffic"} <= came_of_it().keys(), wait_s=45)
+    assert "serving/1 since" in came_of_it()["replica"]
+    assert "requests" in came_of_it()["traffic"]
+
+
 def test_metrics_name_routes_models_and_tokens(serve_app: ServeApp) -> None:
     serve_app.say(BASE)
     text = serve_app.http.get("/metrics").text
