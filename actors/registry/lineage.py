@@ -4,7 +4,7 @@ Pure; it reads a `State` and what servers have reported, and knows neither Ray n
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
@@ -78,15 +78,17 @@ def chain(
     Siblings are not in it: two runs on the same data do not appear in each other's chain.
     Raises `RequestError` (404) with the nearest ids.
     """
-    links = _links(state, holdings, traffic)
-    start = _start(state, links, reference)
-    parents = {id_: link.parents for id_, link in links.items()}
+    reports = _reports(state, holdings, traffic)
+    parents = {id_: _parents(state, event.fact) for id_, event in state.entries.items()}
+    parents |= {id_: link.parents for id_, link in reports.items()}
+    parents |= _judged(state, reports)
+    start = _start(state, parents, reference)
     children: dict[str, list[str]] = defaultdict(list)
     for id_, above in parents.items():
         for parent in above:
             children[parent].append(id_)
-    found = _reach(start, parents) | _reach(start, children)
-    return sorted((links[id_] for id_ in found if id_ in links), key=_place)
+    found = (_reach(start, parents) | _reach(start, children)) & parents.keys()
+    return sorted((reports.get(id_) or _link(state, id_, parents[id_]) for id_ in found), key=_place)
 
 
 def origins(state: State, version_id: str) -> list[Event]:
@@ -140,31 +142,28 @@ def tree(links: Sequence[Link]) -> list[Branch]:
     return [branch(root) for root in under[None]]
 
 
-def _links(state: State, holdings: Sequence[Holding], traffic: Sequence[Traffic]) -> dict[str, Link]:
+def _link(state: State, id_: str, parents: tuple[str, ...]) -> Link:
+    event = state.entries[id_]
+    kind = "gate" if isinstance(event.fact, GateBegun) else event.fact.event
+    return Link(id=id_, kind=kind, parents=parents, at=event.at, by=event.by, note=_note(state, event.fact))
+
+
+def _reports(state: State, holdings: Sequence[Holding], traffic: Sequence[Traffic]) -> dict[str, Link]:
+    """Replicas and days of traffic; one that held a version twice, or a day of many hours, is one link."""
     links: dict[str, Link] = {}
-    for id_, event in state.entries.items():
-        fact = event.fact
-        kind = "gate" if isinstance(fact, GateBegun) else fact.event
-        links[id_] = Link(
-            id=id_, kind=kind, parents=_parents(state, fact), at=event.at, by=event.by, note=_note(state, fact)
-        )
-    for held in holdings:
-        if held.version_id in state.stages:
-            _add(links, _replica(held))
-    for row in traffic:
-        if row.version_id in state.stages:
-            _add(links, _traffic(row))
-    return _with_feedback(links, state)
-
-
-def _add(links: dict[str, Link], link: Link) -> None:
-    """A replica that held a version twice, or a day of many hours, is one link."""
-    known = links.get(link.id)
-    if known is None:
+    for link in (*map(_replica, holdings), *map(_traffic, traffic)):
+        if link.parents[0] not in state.stages:
+            continue
+        known = links.get(link.id)
+        if known is not None:
+            link = known.model_copy(
+                update={
+                    "parents": tuple(dict.fromkeys((*known.parents, *link.parents))),
+                    "note": f"{known.note}; {link.note}",
+                }
+            )
         links[link.id] = link
-        return
-    parents = tuple(dict.fromkeys((*known.parents, *link.parents)))
-    links[link.id] = known.model_copy(update={"parents": parents, "note": f"{known.note}; {link.note}"})
+    return links
 
 
 def _replica(held: Holding) -> Link:
@@ -195,23 +194,24 @@ def _traffic_id(version_id: str, day: str) -> str:
     return f"traffic/{version_id}/{day}"
 
 
-def _with_feedback(links: dict[str, Link], state: State) -> dict[str, Link]:
-    """Feedback hangs under the traffic that it judges, as far as that is known."""
+def _judged(state: State, reports: Mapping[str, Link]) -> dict[str, tuple[str, ...]]:
+    """Parents of feedback sets: the traffic that they judge, as far as that is known, then its versions."""
+    found: dict[str, tuple[str, ...]] = {}
     for event in state.entries.values():
         fact = event.fact
         if isinstance(fact, FeedbackFact):
             first, last = fact.since.date().isoformat(), fact.until.date().isoformat()
             days = [
                 id_
-                for id_, link in links.items()
+                for id_, link in reports.items()
                 if link.kind == "traffic" and link.parents[0] in fact.versions and first <= id_[-10:] <= last
             ]
-            links[fact.id] = links[fact.id].model_copy(update={"parents": (*days, *fact.versions)})
-    return links
+            found[fact.id] = (*days, *fact.versions)
+    return found
 
 
-def _start(state: State, links: Mapping[str, Link], reference: str) -> str:
-    if reference in links:
+def _start(state: State, known: Collection[str], reference: str) -> str:
+    if reference in known:
         return reference
     try:
         return resolve(snapshot(state), reference).id

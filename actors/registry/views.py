@@ -215,25 +215,32 @@ def run(state: State, run_id: str) -> RunView:
     event = state.entries.get(run_id)
     if event is None or not isinstance(event.fact, RunFact):
         raise unknown(state, run_id)
-    checkpoints = [entry.fact for entry in state.entries.values() if isinstance(entry.fact, CheckpointFact)]
-    return RunView(
-        run=event.fact,
-        status=state.run_status(run_id),
-        verdict=state.ended[run_id].verdict if run_id in state.ended else "",
-        begun_at=event.at,
-        checkpoints=tuple(
-            sorted(
-                (checkpoint for checkpoint in checkpoints if checkpoint.run_id == run_id),
-                key=lambda c: c.step,
-            )
-        ),
-    )
+    return _run(state, event.fact, event.at, _checkpoints(state).get(run_id, []))
 
 
 def runs(state: State) -> tuple[RunView, ...]:
     """Every run, the newest first."""
-    ids = [id_ for id_, event in state.entries.items() if isinstance(event.fact, RunFact)]
-    return tuple(run(state, id_) for id_ in reversed(ids))
+    checkpoints = _checkpoints(state)
+    begun = [(event.fact, event.at) for event in state.entries.values() if isinstance(event.fact, RunFact)]
+    return tuple(_run(state, fact, at, checkpoints.get(fact.id, [])) for fact, at in reversed(begun))
+
+
+def _checkpoints(state: State) -> dict[str, list[CheckpointFact]]:
+    found: dict[str, list[CheckpointFact]] = {}
+    for event in state.entries.values():
+        if isinstance(event.fact, CheckpointFact):
+            found.setdefault(event.fact.run_id, []).append(event.fact)
+    return found
+
+
+def _run(state: State, fact: RunFact, begun_at: datetime, checkpoints: Iterable[CheckpointFact]) -> RunView:
+    return RunView(
+        run=fact,
+        status=state.run_status(fact.id),
+        verdict=state.ended[fact.id].verdict if fact.id in state.ended else "",
+        begun_at=begun_at,
+        checkpoints=tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.step)),
+    )
 
 
 def history(state: State, name: str) -> tuple[HistoryEntry, ...]:
