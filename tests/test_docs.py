@@ -24,7 +24,12 @@ from app.cli.application import cli
 from cluster.config import parse
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / layer / "README.md" for layer in ("app", "deployments", "actors", "cluster")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 README_LINES = 150
 
 

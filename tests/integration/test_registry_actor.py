@@ -8,16 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from mlflow import MlflowClient
 from safetensors.numpy import save_file
 
 from actors.registry.client import RegistryClient, RegistryHandle
 from actors.registry.config import ACTOR_NAME, NAMESPACE
-from actors.registry.facts import RunFact, VersionFact
+from actors.registry.facts import GateEnded, RunFact, VersionFact
 from actors.registry.snapshot import Snapshot, resolve
 from cluster.errors import DependencyError, RequestError, StateError
 from cluster.progress import Progress
@@ -220,6 +222,35 @@ with connect(sys.argv[1]):
     assert orphan.status == "stopped"
     assert "without reporting" in orphan.verdict
     assert registry.run("ours-1").status == "running"
+
+
+def test_a_move_in_mlflows_own_registry_is_followed_or_put_back_and_kept_as_what_it_was(
+    registry: RegistryClient, home: Home, tmp_path: Path
+) -> None:
+    for number in (1, 2, 3):
+        registry.register(fact("foreign", adapter(tmp_path / str(number), seed=50 + number)))
+    gate = registry.begin_gate("foreign/2")
+    registry.end_gate(GateEnded(gate_id=gate.id, outcome="passed"))
+    registry.promote("foreign", "champion", 1, why="first", force=True)
+    assert registry.wait_mirrored(60)
+    mlflow = MlflowClient(prepare_tracking(home))
+
+    mlflow.set_registered_model_alias("foreign", "champion", "2")
+    until(lambda: registry.snapshot().aliases_of("foreign") == {"champion": 2})
+    mlflow.set_registered_model_alias("foreign", "champion", "3")
+    until(lambda: mlflow.get_model_version_by_alias("foreign", "champion").version == "2")
+    *_, followed, refused = registry.history("foreign")
+    assert (followed.what, followed.by, followed.previous, followed.version) == ("external", "mlflow", 1, 2)
+    assert (refused.what, refused.version) == ("external refused", 3)
+    assert "is candidate" in refused.why
+    assert mlflow.get_model_version("foreign", "2").tags["flywheel.stage"] == "promoted"
+
+
+def until(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_errors_arrive_as_themselves(registry: RegistryClient, home: Home) -> None:
