@@ -30,10 +30,11 @@ SMALL = (
 
 @pytest.fixture
 def fresh_home(home: Home, tmp_path: Path) -> Iterator[Home]:
-    """An empty FLYWHEEL_HOME but for the models, whose conversion other tests have paid for."""
+    """An empty FLYWHEEL_HOME but for the models, whose conversion other tests have paid for, and trust in their key."""
     for name in ("smollm2-135m-instruct", "all-minilm-l6-v2"):
         obtain(name, home)
-    shutil.copytree(home.models, tmp_path / "home" / "models")
+    for folder in ("models", "keys/trusted"):
+        shutil.copytree(home.root / folder, tmp_path / "home" / folder)
     yield Home(tmp_path / "home")
     shutil.rmtree(tmp_path / "home", ignore_errors=True)
 
