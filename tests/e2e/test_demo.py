@@ -42,10 +42,13 @@ def test_one_turn_of_the_wheel(fresh_home: Home) -> None:
     passed = summary["evaluation"]["verdict"]["passed"]
     assert (summary["alias"] == "error-triage@champion") is passed
     state = read_state(fresh_home)
-    assert state.alias("error-triage", "champion") == (1 if passed else None)
+    assert state.split("error-triage", "champion") == ({1: 1.0} if passed else None)
+    assert state.stages["error-triage/1"] == ("promoted" if passed else "blocked")
     assert state.run_status(summary["run"]) == "completed"
     chain = [line.split(":")[0] for line in summary["lineage"]]
-    assert chain == ["data", "data", "run", "checkpoint", "evaluation", "version", *(["alias"] if passed else [])]
+    made = ["data", "data", "run", "checkpoint", "evaluation", "version", "gate", *(["alias"] if passed else [])]
+    assert [kind for kind in chain if kind not in ("replica", "traffic")] == made
+    assert "replica" in chain, "the engine held it, and said so"
 
     models = {answer["model"] for answer in summary["answers"]}
     assert len(models) == 2
