@@ -307,6 +307,7 @@ class Registry:
         self._commits.shutdown()
         self._files.shutdown()
         self._store.close()
+        self._book.close()
 
     async def _commit(self, command: Command, by: str, kind: type[_Answer]) -> _Answer:
         # In a thread, a commit runs to its end even if the caller is cancelled.
@@ -408,6 +409,7 @@ class SnapshotLog:
 
     def __init__(self, first: Snapshot, *, kept: int = 1024) -> None:
         self.current = first
+        self._changing = threading.Lock()  # commits come from a thread, questions from the event loop
         self._steps: deque[tuple[int, Change]] = deque(maxlen=kept)
         """Each change with the number of the snapshot that it changed."""
 
@@ -418,17 +420,21 @@ class SnapshotLog:
 
     def add(self, snapshot: Snapshot) -> None:
         """A newer snapshot of the same epoch."""
-        self._steps.append((self.current.number, snapshot.since(self.current)))
-        self.current = snapshot
+        change = snapshot.since(self.current)
+        with self._changing:
+            self._steps.append((self.current.number, change))
+            self.current = snapshot
 
     def since(self, after: tuple[int, int]) -> Change:
         """What makes the snapshot of (epoch, number) `after` the present one; all of it, if that is not known."""
         epoch, number = after
-        if after == self.position:
-            return self.current.since(self.current)
-        steps = [(before, change) for before, change in self._steps if before >= number]
-        if epoch != self.current.epoch or not steps or steps[0][0] != number:
-            return self.current.whole()
+        with self._changing:
+            current = self.current
+            steps = [(before, change) for before, change in self._steps if before >= number]
+        if after == (current.epoch, current.number):
+            return current.since(current)
+        if epoch != current.epoch or not steps or steps[0][0] != number:
+            return current.whole()
         models = {name: model for _, change in steps for name, model in change.models.items()}
         return replace(steps[-1][1], models=models)
 

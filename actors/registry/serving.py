@@ -104,6 +104,10 @@ class ServingBook:
         """All holdings, oldest first, and the traffic of all servers together by version and hour."""
         return read_serving(self._engine)
 
+    def close(self) -> None:
+        """Let go of connections."""
+        self._engine.dispose()
+
 
 def read_serving(engine: Engine) -> tuple[list[Holding], list[Traffic]]:
     """As `ServingBook.read`, for someone who only looks: also at a registry that no server has reported to."""
