@@ -12,6 +12,7 @@ tokenizer and no engine.
 import hashlib
 import json
 import logging
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,14 @@ Kind = Literal["causal-lm", "sentence-embedder"]
 
 _KIND_NAMES: dict[Kind, str] = {"causal-lm": "base", "sentence-embedder": "embedder"}
 _PATH_STARTS = ("/", ".", "~")
+_LAYERS = ("Transformer", "Pooling", "Normalize", "Dense", "Dropout", "LayerNorm", "WeightedLayerPooling")
+_LAYER = re.compile(
+    r"sentence_transformers\.(?:models|base\.modules|sentence_transformer\.modules)(?:\.[a-z_]+)?\.(?:"
+    + "|".join(_LAYERS)
+    + ")"
+)
+_LAYER_FOLDER = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*)?")
+_ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.(?:activation|linear)\.)?[A-Z][A-Za-z]*")
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -275,9 +284,47 @@ def _kind(folder: Path) -> Kind:
     )
 
 
+def require_known_modules(folder: Path) -> None:
+    """`ConfigError` if a sentence-transformers folder would have anything else imported than its known layers.
+
+    The library (6.2) imports whatever dotted path `modules.json` and a dense layer's `activation_function` name, and
+    calls it with what lies in the folder: through joblib or torch that runs a pickle in a file of any name.
+    """
+    if not (folder / "modules.json").is_file():
+        return
+    layers = _json(folder / "modules.json")
+    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
+        raise ConfigError(f"{folder}/modules.json is no list of layers.", hint="Save the model with save_pretrained().")
+    for layer in layers:
+        named, place = str(layer.get("type")), str(layer.get("path", ""))
+        if not _LAYER.fullmatch(named) or not _LAYER_FOLDER.fullmatch(place):
+            raise ConfigError(
+                f"{folder}/modules.json names the layer {named!r} in {place!r}; only sentence-transformers' own layers "
+                "are loaded, each from a folder of the model.",
+                hint=f"Use {', '.join(_LAYERS)}.",
+            )
+        settings = _json(folder / place / "config.json") if (folder / place / "config.json").is_file() else {}
+        activation = settings.get("activation_function") if isinstance(settings, dict) else None
+        if activation is not None and not _ACTIVATION.fullmatch(str(activation)):
+            raise ConfigError(
+                f"{folder / place}/config.json names the activation {activation!r}, which is none of torch's.",
+                hint="Use one of torch.nn, for example torch.nn.modules.activation.Tanh.",
+            )
+
+
+def _json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {type(error).__name__}.", hint="Save the model with save_pretrained()."
+        ) from None
+
+
 def _require_servable(folder: Path) -> None:
-    """Safetensors only: a pickle runs its author's code when it is loaded."""
+    """Safetensors only: a pickle runs its author's code when it is loaded. So does a layer that is not what it says."""
     _kind(folder)
+    require_known_modules(folder)
     if any(folder.rglob("*.safetensors")):
         return
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.rglob(pattern))

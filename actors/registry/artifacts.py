@@ -23,6 +23,7 @@ from actors.registry.config import NAME_PATTERN
 from actors.registry.facts import AdapterShape
 from actors.registry.snapshot import Kind
 from cluster.errors import ConfigError
+from cluster.models import require_known_modules
 
 WEIGHTS: Final = ".safetensors"
 LARGEST_HEADER: Final = 100_000_000
@@ -338,6 +339,7 @@ def _require_model(source: Path, kind: Kind, files: tuple[SourceFile, ...]) -> N
         raise ConfigError(f"{source} has no config.json, so it is no {kind}.", hint="Save it with save_pretrained().")
     if not any(file.name.endswith(WEIGHTS) for file in files):
         raise ConfigError(f"{source} has no {WEIGHTS} file.", hint="Save it with save_pretrained(), which writes one.")
+    require_known_modules(source)
 
 
 def _adapter_files(source: Path, files: tuple[SourceFile, ...]) -> tuple[SourceFile, SourceFile]:

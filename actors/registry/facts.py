@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -335,6 +335,22 @@ class Event:
     at: datetime
     by: str
     fact: Fact
+
+
+AnyFact = TypeVar("AnyFact", bound=Fact)
+
+
+def portable(fact: AnyFact) -> AnyFact:
+    """The fact without what means something else in another installation: ids of versions, drivers, MLflow's ids."""
+    match fact:
+        case RunFact():
+            return fact.model_copy(update={"driver": None, "tracking_run": None})
+        case EvaluationFact():
+            return fact.model_copy(update={"version_id": None})
+        case FeedbackFact():
+            return fact.model_copy(update={"versions": ()})
+        case _:
+            return fact
 
 
 def encode(fact: Fact) -> str:

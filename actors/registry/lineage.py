@@ -23,6 +23,7 @@ from actors.registry.facts import (
     RunEnded,
     RunFact,
     Version,
+    portable,
 )
 from actors.registry.rules import shown
 from actors.registry.serving import Holding, Traffic
@@ -102,17 +103,13 @@ def origins(state: State, version_id: str) -> list[Event]:
     for id_ in _reach(version_id, parents):
         event = state.entries.get(id_)
         match event.fact if event else None:
-            case DataFact() | CheckpointFact() as fact:
-                facts: list[Fact] = [fact]
+            case DataFact() | FeedbackFact() | CheckpointFact() | EvaluationFact() as fact:
+                facts: list[Fact] = [portable(fact)]
             case RunFact() as fact:
                 ended = state.ended.get(fact.id) or RunEnded(
                     run_id=fact.id, status="stopped", verdict="It went on when it was exported.", presumed=True
                 )
-                facts = [fact.model_copy(update={"driver": None, "tracking_run": None}), ended]
-            case EvaluationFact() as fact:
-                facts = [fact.model_copy(update={"version_id": None})]
-            case FeedbackFact() as fact:
-                facts = [fact.model_copy(update={"versions": ()})]
+                facts = [portable(fact), ended]
             case Version() as fact if fact.id == version_id:
                 facts = [fact]
             case _:

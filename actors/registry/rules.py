@@ -42,6 +42,7 @@ from actors.registry.facts import (
     Version,
     VersionFact,
     encode,
+    portable,
 )
 from actors.registry.snapshot import Split, heaviest
 from actors.registry.state import State, held, replay, unknown, version_of
@@ -317,10 +318,11 @@ def _adopt(state: State, command: Adopt, now: datetime) -> Decision:
         if not isinstance(fact, Recorded | RunFact | CheckpointFact | RunEnded):
             raise RequestError(f"A version is not made from {fact.event!r}; it cannot be imported.", param="origins")
         if isinstance(fact, RunEnded):
-            fresh += [fact] if fact.run_id not in state.ended else []
+            before = state.ended.get(fact.run_id)
+            fresh += [fact] if before is None or (before.presumed and not fact.presumed) else []
         elif (known := _known(state, fact)) is None:
             fresh.append(fact)
-        elif encode(known) != encode(fact):
+        elif encode(portable(known)) != encode(portable(fact)):
             raise StateError(
                 f"{fact.id!r} is recorded here with other facts than in the import.",
                 hint="Two installations have used one id for two things; the version cannot keep its lineage here.",
@@ -389,7 +391,7 @@ def _promote(state: State, command: Promote, now: datetime) -> Decision:
         )
     if current == split:
         return Decision((), moves[-1])
-    ungated = [version for version in versions if "promoted" not in LEGAL[_stage(state, version.id)]]
+    ungated = [version for version in versions if not _gated(state, version.id)]
     for version in versions:
         if version.id in state.collected or state.stages[version.id] == "retired":
             raise _illegal(state, version.id, "be promoted")
@@ -397,6 +399,13 @@ def _promote(state: State, command: Promote, now: datetime) -> Decision:
         raise _illegal(state, ungated[0].id, "be promoted")
     move = _move(state, command, split, now, action="external" if command.external else "promote", forced=bool(ungated))
     return Decision((move,), move)
+
+
+def _gated(state: State, version_id: str) -> bool:
+    """Whether the last verdict on a version is a pass, and it has not moved on: force is not inherited."""
+    verdict = state.verdict(version_id)
+    passed = verdict is not None and verdict.outcome == "passed"
+    return passed and "promoted" in LEGAL[state.stages[version_id]]
 
 
 def _rollback(state: State, command: Rollback, now: datetime) -> Decision:
@@ -533,6 +542,8 @@ def _illegal(state: State, version_id: str, what: str) -> StateError:
     if stage == "blocked" and (verdict := state.verdict(version_id)) is not None:
         failed = [f"{each.name}: {each.reason}" for each in verdict.checks if not each.passed]
         why = f" ({'; '.join(failed) or verdict.reason})"
+    if stage == "promoted" and what == "be promoted":
+        why = " by force, without a passed gate" + why
     ways = f"From there it can become {' or '.join(legal)}." if legal else "Nothing leads out of there."
     gate = f" Pass a gate (`flywheel evaluate --version {version_id}`), or use --force with a --reason."
     return StateError(

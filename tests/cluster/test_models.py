@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster import model_sources
+from cluster import model_sources, models
 from cluster.errors import ConfigError, DependencyError
 from cluster.models import StoredModel, installed, obtain, require_signed, served_name, signature_of
 from cluster.signing import Keyring, SignatureError, Verifier, sign, signature_path
@@ -262,3 +262,37 @@ def test_a_moved_home_keeps_its_models_and_a_damaged_one_is_told(tmp_path: Path,
 
 def _facts(model: StoredModel) -> tuple[str, ...]:
     return (model.name, model.digest, model.kind, model.source, model.tokenizer_digest)
+
+
+@pytest.mark.parametrize(
+    ("layer", "folder", "activation"),
+    [
+        ("joblib.numpy_pickle", "notes.txt", None),
+        ("sentence_transformers.base.model.torch", "", None),
+        ("sentence_transformers.models.WordEmbeddings", "", None),
+        ("sentence_transformers.models.Pooling", "../elsewhere", None),
+        ("sentence_transformers.models.Dense", "2_Dense", "os.system"),
+    ],
+)
+def test_a_layer_that_would_import_something_else_is_refused(
+    tmp_path: Path, layer: str, folder: str, activation: str | None
+) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": folder, "type": layer}]))
+    if activation:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps({"activation_function": activation}))
+    with pytest.raises(ConfigError, match=r"only sentence-transformers' own layers|none of torch's"):
+        models.require_known_modules(tmp_path)
+
+
+def test_the_layers_that_embedders_are_made_of_are_known(tmp_path: Path) -> None:
+    made = [
+        ("sentence_transformers.models.Transformer", ""),
+        ("sentence_transformers.base.modules.transformer.Transformer", ""),
+        ("sentence_transformers.sentence_transformer.modules.pooling.Pooling", "1_Pooling"),
+        ("sentence_transformers.models.Dense", "2_Dense"),
+    ]
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "config.json").write_text('{"activation_function": "torch.nn.modules.activation.Tanh"}')
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": layer, "path": folder} for layer, folder in made]))
+    models.require_known_modules(tmp_path)

@@ -35,6 +35,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.ledger = Ledger(MemoryEventStore(self.log), clock=lambda: NOW)
         self.contents: dict[str, list[str]] = {"triage": [], "search": []}
         self.stages: dict[str, str] = {}
+        self.passed: set[str] = set()
         self.freed: set[str] = set()
         self.pinned: set[str] = set()
         self.stacks: dict[tuple[str, str], list[Split]] = {}
@@ -77,7 +78,9 @@ class RegistryMachine(RuleBasedStateMachine):
         assert isinstance(begun, GateBegun)
         assert self.ledger.state.stages[id_] == "evaluating"
         self.ledger.commit(GateEnded(gate_id=begun.id, outcome=outcome), by="m")  # type: ignore[arg-type]
-        self.stages[id_] = str(stage) if outcome == "abandoned" else outcome
+        if outcome != "abandoned":
+            self.stages[id_] = outcome
+            (self.passed.add if outcome == "passed" else self.passed.discard)(id_)
 
     @rule(
         target=commands,
@@ -94,14 +97,13 @@ class RegistryMachine(RuleBasedStateMachine):
         stack = self.stacks.get((name, alias), [])
         current = stack[-1] if stack else {}
         known = all(1 <= number <= len(self.contents[name]) for number in split)
-        stages = {self.stages[f"{name}/{number}"] for number in split} if known else set()
+        gated = {f"{name}/{number}" for number in split} <= self.passed
         try:
             answer = self.ledger.commit(command, by="m")
         except RequestError:
             assert not known
             return multiple()
         except StateError:
-            gated = stages <= {"passed", "promoted"}
             assert expected not in (None, current) or not self._fit(name, split) or not (gated or force)
             return multiple()
         assert isinstance(answer, AliasMove)
@@ -110,8 +112,8 @@ class RegistryMachine(RuleBasedStateMachine):
         if split == current:
             return multiple()
         assert self._fit(name, split)
-        assert force or stages <= {"passed", "promoted"}
-        assert answer.forced == (not stages <= {"passed", "promoted"})
+        assert force or gated
+        assert answer.forced == (not gated)
         self._moved(name, alias, [*stack, split], command.command, answer)
         return command
 

@@ -34,7 +34,7 @@ class Bench:
         """What was moved to version 1 is followed, all else is put back."""
         self.foreign.append(move)
         if move.version == 1:
-            command = Promote("triage", move.alias, {1: 1.0}, "mlflow", "w", f"m{len(self.foreign)}", external=True)
+            command = Promote("triage", move.alias, {1: 1.0}, "mlflow", "w", f"m{len(self.foreign)}", None, True, True)
             self.ledger.commit(command, by="mlflow")
         return move.version == 1
 
@@ -103,7 +103,7 @@ def test_what_the_tracker_will_never_take_does_not_hold_up_the_rest(bench: Bench
     bench.mirror.catch_up()
     # The catalogue has lost the version that the alias is to point to.
     bench.tracker = MemoryTracker()
-    bench.ledger.commit(Promote("triage", "canary", {1: 1.0}, "t", "why", "c"), by="t")
+    bench.ledger.commit(Promote("triage", "canary", {1: 1.0}, "t", "why", "c", force=True), by="t")
     bench.register("bb")
     bench.restart()
     bench.mirror.catch_up()

@@ -17,6 +17,7 @@ from actors.registry.facts import (
     GateBegun,
     GateCheck,
     GateEnded,
+    Origin,
     RunEnded,
     RunFact,
     Version,
@@ -24,7 +25,7 @@ from actors.registry.facts import (
     decode,
     encode,
 )
-from actors.registry.rules import BeginGate, Command, Pin, Promote, Register, Retire, Rollback, check, decide
+from actors.registry.rules import Adopt, BeginGate, Command, Pin, Promote, Register, Retire, Rollback, check, decide
 from actors.registry.snapshot import Split
 from actors.registry.state import State, apply, held, replay, snapshot
 from cluster.errors import RequestError, StateError
@@ -304,6 +305,13 @@ def test_without_a_passed_gate_only_force_promotes_and_that_is_kept(machine: Mac
     assert not gated.forced
 
 
+def test_force_is_not_inherited_by_the_next_move(machine: Machine) -> None:
+    machine.do(register("dd"))
+    machine.do(promote(4, "a", alias="canary", force=True))
+    with pytest.raises(StateError, match="promoted by force, without a passed gate"):
+        machine.do(promote(4, "b"))
+
+
 LEGAL_MOVES = {
     ("candidate", "gate"), ("candidate", "retire"), ("candidate", "force"),
     ("evaluating", "gate"), ("evaluating", "force"),
@@ -473,3 +481,22 @@ def test_a_log_from_before_aliases_were_split_is_read(machine: Machine) -> None:
     move = decode("alias", old)
     assert isinstance(move, AliasMove)
     assert (move.split, move.previous_split, move.forced) == ({2: 1.0}, {1: 1.0}, False)
+
+
+def test_a_version_that_comes_home_finds_its_facts_as_they_are(machine: Machine) -> None:
+    run = machine.state.entries["triage-1"].fact
+    assert isinstance(run, RunFact)
+    fact = VersionFact(name="triage", kind="adapter", source_path=Path("/t.tar"), base="smol", run_id="triage-1")
+    origin = Origin(version_id="there/1", signed_by="k", exported_at=START, exported_by="k")
+    coming = Register(fact, Artifact(path=Path("triage/zz"), digest="zz"), origin)
+    machine.do(RunEnded(run_id="triage-1", status="stopped", presumed=True))
+    ended = RunEnded(run_id="triage-1", status="completed")
+    came = machine.do(Adopt((run.model_copy(update={"tracking_run": None}), ended), coming))
+    assert isinstance(came, Version)
+    assert came.origin == origin
+    assert machine.state.run_status("triage-1") == "completed"  # what a run says outweighs what was presumed
+    other = run.model_copy(update={"base": "another"})
+    with pytest.raises(StateError, match="other facts"):
+        machine.do(Adopt((other,), coming))
+    with pytest.raises(RequestError, match="not made from 'alias'"):
+        machine.do(Adopt((machine.do(promote(1, "a")),), coming))
