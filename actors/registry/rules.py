@@ -545,7 +545,7 @@ def _illegal(state: State, version_id: str, what: str) -> StateError:
     if stage == "promoted" and what == "be promoted":
         why = " by force, without a passed gate" + why
     ways = f"From there it can become {' or '.join(legal)}." if legal else "Nothing leads out of there."
-    gate = f" Pass a gate (`flywheel evaluate --version {version_id}`), or use --force with a --reason."
+    gate = f" Pass a gate (`flywheel evaluate RECIPE --version {version_id}`), or use --force with a --reason."
     return StateError(
         f"{version_id} is {stage}{why}; it cannot {what}.",
         hint=ways + (gate if what == "be promoted" and stage != "retired" else ""),
