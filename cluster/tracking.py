@@ -6,6 +6,7 @@ accepts, how its errors are told apart. It must not know the registry; what it i
 
 import fcntl
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -222,13 +223,15 @@ class MlflowTracker:
     def versions(self, name: str) -> dict[int, dict[str, str]]:
         with _translated(self._uri):
             found = self._client.search_model_versions(f"name = '{name}'")
-        return {_number(version.tags): dict(version.tags) for version in found if KEY_TAG in version.tags}
+        numbered = ((_number(name, version.tags), dict(version.tags)) for version in found)
+        return {number: tags for number, tags in numbered if number is not None}
 
     def aliases(self, name: str) -> dict[str, int]:
         with _translated(self._uri):
             theirs = dict(self._client.get_registered_model(name).aliases)
             tags = {alias: self._client.get_model_version(name, version).tags for alias, version in theirs.items()}
-        return {alias: _number(of) for alias, of in tags.items() if KEY_TAG in of}
+        numbered = {alias: _number(name, of) for alias, of in tags.items()}
+        return {alias: number for alias, number in numbered.items() if number is not None}
 
     def drop_alias(self, name: str, alias: str) -> None:
         with _translated(self._uri):
@@ -259,7 +262,7 @@ class MlflowTracker:
     def _our_number(self, name: str, theirs: str) -> int | None:
         if (name, theirs) not in self._numbers:
             tags = self._client.get_model_version(name, theirs).tags
-            self._numbers[name, theirs] = _number(tags) if KEY_TAG in tags else None
+            self._numbers[name, theirs] = _number(name, tags)
         return self._numbers[name, theirs]
 
     def _find(self, name: str, key: str) -> str | None:
@@ -460,8 +463,10 @@ def _unless_exists(create: Callable[..., Any], *arguments: Any) -> None:
             raise
 
 
-def _number(tags: Mapping[str, str]) -> int:
-    return int(tags[KEY_TAG].rpartition("/")[2])
+def _number(name: str, tags: Mapping[str, str]) -> int | None:
+    """Our number of a version; None for one that is not ours, whatever its tag says."""
+    owner, _, number = tags.get(KEY_TAG, "").rpartition("/")
+    return int(number) if owner == name and re.fullmatch("[1-9][0-9]{0,8}", number) else None
 
 
 def _first_line(error: BaseException, uri: str) -> str:

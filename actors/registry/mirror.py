@@ -79,6 +79,8 @@ class Mirror:
         self._tracker: Tracker | None = None
         self._position = store.position(_CONSUMER)
         self._refused = 0
+        self._refusing: dict[tuple[str, str], int | None] = {}
+        """Foreign moves that are recorded as refused and not put back yet: where the alias stands in the tracker."""
         self._failure: str | None = None
         self._work = threading.Event()
         self._ended = threading.Event()
@@ -144,12 +146,32 @@ class Mirror:
 
     def _deal_with(self, move: ForeignMove, ours: int | None) -> None:
         # What has been committed since `state` may be the reason: then it is no foreign move.
-        if self._state().seq != move.state.seq or self._follow(move):
+        if self._state().seq != move.state.seq:
             return
-        if ours is None:
-            self._opened().drop_alias(move.name, move.alias)
+        known = self._refusing.get((move.name, move.alias), ours)
+        if known == move.version or not self._follow(move):
+            # Said once, also if putting it back takes several attempts.
+            self._refusing[move.name, move.alias] = move.version
+            try:
+                self._put_back(move.name, move.alias, ours)
+            except DependencyError as error:
+                if error.retryable:
+                    raise
+                _logger.warning("MLflow keeps %s@%s where it is: %s", move.name, move.alias, error)
+                return
+        self._refusing.pop((move.name, move.alias), None)
+
+    def _put_back(self, name: str, alias: str, number: int | None) -> None:
+        if number is None:
+            self._opened().drop_alias(name, alias)
         else:
-            self._opened().put_alias(move.name, move.alias, ours)
+            self._put_alias(name, alias, number)
+
+    def _put_alias(self, name: str, alias: str, number: int) -> None:
+        """With the version that it points to, which somebody may have deleted there."""
+        version = self._state().versions[name][number - 1]
+        self._opened().put_version(_shown(version, self._root, self._tracking_run(version.run_id)))
+        self._opened().put_alias(name, alias, number)
 
     def _opened(self) -> Tracker:
         if self._tracker is None:
@@ -184,7 +206,7 @@ class Mirror:
                 case GateEnded() as ended:
                     self._tag_stage(ended.gate_id.partition("#")[0], {"flywheel.gate": ended.reason})
                 case AliasMove() as move:
-                    tracker.put_alias(move.name, move.alias, move.version)
+                    self._put_alias(move.name, move.alias, move.version)
                     for number in move.split:
                         self._tag_stage(f"{move.name}/{number}")
                 case RunEnded() as ended:

@@ -99,16 +99,48 @@ def test_what_was_shown_before_the_position_was_kept_is_shown_once(bench: Bench)
     assert sorted(bench.tracker.versions("triage")) == [1]
 
 
+class Stubborn(MemoryTracker):
+    """A catalogue that will not have an alias called `canary`."""
+
+    def put_alias(self, name: str, alias: str, number: int) -> None:
+        if alias == "canary":
+            raise DependencyError("That alias is reserved here.", retryable=False)
+        super().put_alias(name, alias, number)
+
+
 def test_what_the_tracker_will_never_take_does_not_hold_up_the_rest(bench: Bench) -> None:
     bench.mirror.catch_up()
-    # The catalogue has lost the version that the alias is to point to.
-    bench.tracker = MemoryTracker()
+    bench.tracker = Stubborn()
     bench.ledger.commit(Promote("triage", "canary", {1: 1.0}, "t", "why", "c", force=True), by="t")
     bench.register("bb")
     bench.restart()
     bench.mirror.catch_up()
     assert bench.mirror.status().refused == 1
-    assert sorted(bench.tracker.versions("triage")) == [2]
+    assert sorted(bench.tracker.versions("triage")) == [1, 2]
+
+
+def test_what_somebody_deleted_in_the_tracker_comes_back_with_the_alias_that_needs_it(bench: Bench) -> None:
+    bench.mirror.catch_up()
+    bench.tracker = MemoryTracker()
+    bench.restart()
+    bench.register("bb")
+    bench.mirror.catch_up()
+    assert bench.tracker.aliases("triage") == {}
+    bench.mirror.look()
+    assert bench.tracker.aliases("triage") == {"champion": 1}
+
+
+def test_a_move_that_cannot_be_put_back_is_said_once_and_stops_nothing(bench: Bench) -> None:
+    bench.tracker = Stubborn()
+    bench.restart()
+    bench.ledger.commit(Promote("triage", "canary", {1: 1.0}, "t", "why", "c", force=True), by="t")
+    bench.mirror.catch_up()
+    for _ in range(3):
+        bench.mirror.look()
+    assert [(move.alias, move.version) for move in bench.foreign] == [("canary", None)]
+    bench.register("bb")
+    bench.mirror.catch_up()
+    assert sorted(bench.tracker.versions("triage")) == [1, 2]
 
 
 def test_the_end_of_a_run_that_died_reaches_the_tracker(bench: Bench) -> None:
