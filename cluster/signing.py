@@ -239,7 +239,7 @@ class Keyring:
             raise ConfigError(
                 f"{key_id} is the key that this installation signs with; {_counted(broken, self._home)} "
                 "signed with it could not be loaded any more.",
-                hint="If it must go, for example because it leaked: --force. Then sign again what you trust.",
+                hint="If it must go, because it leaked for example: --force. Then `flywheel models sign` what you trust.",
             )
         key.path.unlink(missing_ok=True)
         if ours:
@@ -410,6 +410,8 @@ def _differences(bundle: dict[str, Any], found: Mapping[str, str]) -> str:
 def _read_public(path: Path) -> ec.EllipticCurvePublicKey:
     """The one elliptic-curve public key in a PEM file; `ConfigError` that says what it is if it is something else."""
     try:
+        if not path.is_file():
+            raise ConfigError(f"There is no file {path}.", hint="Give a PEM file.")
         with path.open("rb") as file:
             content = file.read(_MAX_PEM_BYTES + 1)
     except OSError as error:

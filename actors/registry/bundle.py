@@ -371,7 +371,9 @@ class _Reader:
         name = more.get("path", info.name)
         if not 0 <= size <= self._size - self._file.tell():
             raise self.broken(f"{name!r} would be longer than the file")
-        return require_path(name, where=str(self.bundle)), size
+        # A version's files stand below `files/`, which does not count among their parts and bytes.
+        require_path(name.removeprefix("files/"), where=str(self.bundle))
+        return name, size
 
     def _header(self) -> TarInfo:
         try:

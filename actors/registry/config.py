@@ -7,7 +7,8 @@ from pydantic import Field, field_validator
 from cluster.config import Config
 
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-# MLflow keeps these for itself; an alias that could not be mirrored is refused where a person can react.
+# MLflow takes no '.' in an alias and keeps some for itself; what it could not show is refused where a person can react.
+ALIAS_PATTERN = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 RESERVED_ALIAS = re.compile(r"latest|v[0-9]+")
 ACTOR_NAME = "registry"
 NAMESPACE = "flywheel"
@@ -28,7 +29,9 @@ class RegisterConfig(Config):
 
     @field_validator("on_pass")
     @classmethod
-    def _not_reserved(cls, value: str | None) -> str | None:
+    def _an_alias(cls, value: str | None) -> str | None:
+        if value is not None and not ALIAS_PATTERN.fullmatch(value):
+            raise ValueError("an alias holds no '.'; use lower-case letters, digits, '_' or '-'")
         if value is not None and RESERVED_ALIAS.fullmatch(value):
             raise ValueError("this alias is reserved; choose a role: champion, canary, …")
         return value

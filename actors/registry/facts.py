@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from actors.registry.snapshot import Kind, Split
 from cluster.config import Config
@@ -359,10 +359,18 @@ def encode(fact: Fact) -> str:
 
 
 def decode(event: str, body: str) -> Fact:
-    """The fact of a line of the log; `StateError` for one that a newer Flywheel has written."""
+    """The fact of a line of the log; `StateError` for one that a newer Flywheel has written, or that is damaged."""
     if event not in _FACTS:
         raise StateError(
             f"The registry's log holds an event {event!r}, which this version of Flywheel does not know.",
             hint="Run the version of Flywheel that wrote it, or a newer one.",
         )
-    return _FACTS[event].model_validate_json(body)
+    try:
+        return _FACTS[event].model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "its body"
+        raise StateError(
+            f"The registry's log holds a {event!r} that this version of Flywheel cannot read: {where}: {first['msg']}.",
+            hint="Run the version of Flywheel that wrote it, or a newer one.",
+        ) from None

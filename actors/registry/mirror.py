@@ -117,12 +117,14 @@ class Mirror:
             except StateError as error:
                 _logger.warning("the mirror stops: %s", error)
                 return
-            except DependencyError as error:
+            except Exception as error:
+                self._failure = str(error)
                 _logger.warning(
                     "MLflow is %d events behind, next attempt in %.1f s: %s",
                     self.status().behind,
                     pause_s,
                     error,
+                    exc_info=None if isinstance(error, DependencyError) else error,
                 )
                 self._ended.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

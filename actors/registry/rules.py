@@ -17,7 +17,7 @@ from datetime import datetime
 from math import isclose
 from typing import Final, TypeVar
 
-from actors.registry.config import NAME_PATTERN, RESERVED_ALIAS
+from actors.registry.config import ALIAS_PATTERN, NAME_PATTERN, RESERVED_ALIAS
 from actors.registry.facts import (
     AliasMove,
     Artifact,
@@ -580,7 +580,12 @@ def _require_name(name: str, param: str) -> None:
 
 
 def _require_alias(alias: str) -> None:
-    _require_name(alias, "alias")
+    if not ALIAS_PATTERN.fullmatch(alias):
+        raise RequestError(
+            f"{alias!r} cannot be an alias.",
+            param="alias",
+            hint="Use 1 to 63 lower-case letters, digits, '_' or '-', starting with a letter or digit.",
+        )
     if RESERVED_ALIAS.fullmatch(alias):
         raise RequestError(
             f"The alias {alias!r} is reserved.", param="alias", hint="Choose a role: champion, canary, …"
@@ -594,4 +599,10 @@ def _require_reason(by: str, why: str) -> None:
                 f"This needs a {param!r}.",
                 param=param,
                 hint="History is kept for ever; say it.",
+            )
+        if not all(char.isprintable() or char in "\n\t" for char in value):
+            raise RequestError(
+                f"{param!r} holds a character that cannot be shown: {value!r}.",
+                param=param,
+                hint="Leave control characters out: history is shown on terminals.",
             )

@@ -556,7 +556,8 @@ def translated(source: Path, target: Path) -> Iterator[None]:
         if error.errno in _DISK_FULL:
             raise CapacityError(
                 f"{target} has no room for {source}: {error.strerror}.",
-                hint="Make room (`flywheel models gc`) and do the same again: it goes on where it stopped.",
+                hint="Make room on that disk and do the same again: it goes on where it stopped. `flywheel models gc` "
+                "frees what nothing needs, but has to write a little itself.",
             ) from None
         raise DependencyError(
             f"{source} cannot be brought into {target}: {error.strerror or error}"

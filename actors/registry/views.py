@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from actors.registry.facts import (
     AliasMove,
@@ -30,6 +30,8 @@ from actors.registry.snapshot import Kind, Split, resolve
 from actors.registry.state import State, snapshot, unknown, version_of
 from cluster.config import Config
 from cluster.errors import RequestError
+
+_LONGEST_NUMBER: Final = 9
 
 
 class ModelView(Config):
@@ -177,7 +179,7 @@ def models(state: State) -> tuple[ModelView, ...]:
 def find(state: State, reference: str) -> Version:
     """The version that `name`, `name@alias` or `name/3` means; a name without a champion means its newest version."""
     name, slash, number = reference.partition("/")
-    if slash and number.isdecimal():
+    if slash and number.isdecimal() and len(number) <= _LONGEST_NUMBER:
         # Also one that is not served any more.
         return version_of(state, name, int(number))
     try:

@@ -22,9 +22,18 @@ from cluster.storage import Home
 
 Name = Annotated[str, typer.Argument(help="Registered name.")]
 Reference = Annotated[str, typer.Argument(help="name, name@alias or name/3.")]
-Reason = Annotated[str, typer.Option("--reason", help="Why; it is kept for ever.")]
-_SHARE = re.compile(r"([0-9]+)=([0-9]*\.?[0-9]+)(%?)")
-_AGE = re.compile(r"([0-9]+)([smhd])")
+
+
+def _printable(text: str) -> str:
+    if not all(char.isprintable() or char in "\n\t" for char in text):
+        raise ConfigError(f"--reason {text!r} holds a character that cannot be shown.", hint="Write it without.")
+    return text
+
+
+Reason = Annotated[str, typer.Option("--reason", help="Why; it is kept for ever.", callback=_printable)]
+_SHARE = re.compile(r"([0-9]{1,9})=([0-9]*\.?[0-9]+)(%?)")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_AGE = re.compile(r"([0-9]{1,6})([smhd])")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -37,6 +46,7 @@ def add_to(cli: typer.Typer) -> None:
         (pin, "flywheel models pin error-triage/1 --reason 'for the auditor'"),
         (unpin, "flywheel models unpin error-triage/1 --reason 'the audit is over'"),
         (verify, "flywheel models verify error-triage@champion"),
+        (sign, "flywheel models sign error-triage/1"),
         (gc, "flywheel models gc --dry-run"),
         (export, "flywheel models export error-triage@champion --out error-triage.tar"),
         (import_, "flywheel models import error-triage.tar"),
@@ -141,6 +151,20 @@ def verify(
         )
 
 
+def sign(reference: Reference, as_json: AsJson = False) -> None:
+    """Sign the files of a version again, if they are those that were registered: after a key had to go, or for a
+    version from before signatures."""
+    from app.pipelines.versions import sign_again
+
+    with Display(notes) as display, display.stage("sign"):
+        found = sign_again(Home.current(), reference)
+    show(
+        found.model_dump(mode="json"),
+        lambda to: to.print(f"{found.version_id} is signed by {found.key_id}"),
+        as_json=as_json,
+    )
+
+
 def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be freed.")] = False,
     older_than: Annotated[str, typer.Option(help="Leave alone what is younger: 30m, 12h, 7d.")] = "7d",
@@ -204,7 +228,7 @@ def import_(
 
 def _split(text: str) -> Split:
     """`3`, or shares as `3=0.9,4=0.1` or `3=90%,4=10%`."""
-    if text.isdecimal():
+    if _NUMBER.fullmatch(text):
         return {int(text): 1.0}
     found: Split = {}
     for part in text.split(","):

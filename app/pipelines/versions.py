@@ -11,7 +11,7 @@ from cluster import signing
 from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.progress import Progress, Sink
-from cluster.storage import Home
+from cluster.storage import Home, digest_of, file_digests
 
 
 class Verified(Config):
@@ -46,6 +46,19 @@ def verified(home: Home, reference: str | None, sink: Sink) -> list[Verified]:
         sink(Progress("verify", place, len(there), "versions", note=version.id))
         found.append(_verified(home, version))
     return found
+
+
+def sign_again(home: Home, reference: str) -> Verified:
+    """Sign a version's files with this installation's key. `ConfigError` if they are not those that were registered."""
+    version = views.find(read_state(home), reference)
+    folder = home.versions / version.path
+    digests = file_digests(folder) if folder.is_dir() else {}
+    if digest_of(digests) != version.digest:
+        raise ConfigError(
+            f"The files of {version.id} are not those that were registered; they are not signed.",
+            hint="Restore them, or register the content again.",
+        )
+    return Verified(version_id=version.id, key_id=signing.sign(folder, home, digests))
 
 
 def export_version(home: Home, reference: str, out: Path | None, sink: Sink) -> Exported:

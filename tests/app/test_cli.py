@@ -43,6 +43,7 @@ NESTED = (
     "models pin",
     "models unpin",
     "models verify",
+    "models sign",
     "models gc",
     "models export",
     "models import",

@@ -149,6 +149,9 @@ def test_a_difference_is_named_by_its_fact(registered: Path) -> None:
         (("promote", "triage", "two", "--reason", "why"), "'two' is no version", 2),
         (("import", "nowhere.tar"), "nowhere.tar", 2),
         (("verify",), "triage/1", 1),
+        (("sign", "triage/1"), "not those that were registered", 2),
+        (("retire", "triage/1", "--reason", "\x1b[31mred"), "cannot be shown", 2),
+        (("show", "triage/" + 5000 * "9"), "triage/", 1),
         (("export", "triage/1"), "triage/1", 1),
     ],
 )

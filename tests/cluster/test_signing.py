@@ -404,5 +404,5 @@ def test_only_a_public_key_on_a_known_curve_is_trusted(
 
 
 def test_a_file_that_is_not_there_is_no_key(tmp_path: Path, home: Home) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="There is no file"):
         Keyring(home).trust(tmp_path / "absent.pem")

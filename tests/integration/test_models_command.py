@@ -18,6 +18,7 @@ from app.cli import output
 from cluster import environment
 from cluster.errors import DependencyError, StateError
 from cluster.session import Session
+from cluster.signing import signature_path
 from cluster.storage import Home
 from tests.integration.test_registry_actor import ROOT, adapter
 
@@ -96,6 +97,12 @@ def test_a_version_goes_through_its_life(call: Call, versions: None, registry: R
         call(change.verify, f"{NAME}/3")
     content[-1] ^= 1
     victim.write_bytes(content)
+    signature = signature_path(victim.parent)
+    signature.unlink()
+    with pytest.raises(DependencyError, match=f"{NAME}/3"):
+        call(change.verify, f"{NAME}/3")
+    call(change.sign, f"{NAME}/3")
+    call(change.verify, f"{NAME}/3")
 
 
 def test_a_version_moves_to_another_installation_that_trusts_its_key(

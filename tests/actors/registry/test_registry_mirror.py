@@ -149,6 +149,24 @@ def test_the_end_of_a_run_that_died_reaches_the_tracker(bench: Bench) -> None:
     assert bench.tracker.run("flywheel:triage-1").status == "stopped"
 
 
+def test_the_thread_survives_whatever_the_tracker_does(bench: Bench) -> None:
+    class Broken(MemoryTracker):
+        def all_aliases(self) -> dict[str, dict[str, int | None]]:
+            raise ValueError("a tag that nobody expected")
+
+    bench.tracker = Broken()
+    thread = threading.Thread(target=bench.mirror.run)
+    thread.start()
+    deadline = time.monotonic() + 5
+    while bench.mirror.status().failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "nobody expected" in str(bench.mirror.status().failure)
+    assert thread.is_alive()
+    bench.mirror.stop()
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
 def test_a_fenced_registry_stops_mirroring(bench: Bench) -> None:
     MemoryEventStore(bench.log)
     with pytest.raises(StateError):

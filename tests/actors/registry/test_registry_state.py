@@ -180,7 +180,16 @@ def test_an_unknown_id_comes_with_the_nearest_known_one(machine: Machine) -> Non
 
 
 @pytest.mark.parametrize(
-    ("alias", "by", "why"), [("latest", "a", "b"), ("v3", "a", "b"), ("A", "a", "b"), ("x", " ", "b"), ("x", "a", "")]
+    ("alias", "by", "why"),
+    [
+        ("latest", "a", "b"),
+        ("v3", "a", "b"),
+        ("canary.eu", "a", "b"),
+        ("A", "a", "b"),
+        ("x", " ", "b"),
+        ("x", "a", ""),
+        ("x", "a", "\x1b[2J"),
+    ],
 )
 def test_a_move_needs_a_possible_alias_an_author_and_a_reason(machine: Machine, alias: str, by: str, why: str) -> None:
     with pytest.raises(RequestError) as caught:
@@ -273,6 +282,10 @@ def test_a_diverged_loss_survives_the_log() -> None:
 
 
 def test_an_event_of_a_newer_flywheel_is_refused_not_skipped() -> None:
+    with pytest.raises(StateError, match="cannot read: hologram"):
+        decode("run-ended", '{"run_id": "r", "status": "failed", "hologram": 1}')
+    with pytest.raises(StateError, match="cannot read"):
+        decode("run-ended", "not json")
     with pytest.raises(StateError, match="'hologram'"):
         decode("hologram", "{}")
 
