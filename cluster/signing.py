@@ -239,7 +239,7 @@ class Keyring:
             raise ConfigError(
                 f"{key_id} is the key that this installation signs with; {_counted(broken, self._home)} "
                 "signed with it could not be loaded any more.",
-                hint="If it must go, because it leaked for example: --force. Then `flywheel models sign` what you trust.",
+                hint="If it must go, because it leaked: --force. Then `flywheel models sign` what you trust.",
             )
         key.path.unlink(missing_ok=True)
         if ours:
