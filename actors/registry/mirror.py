@@ -79,6 +79,7 @@ class Mirror:
         self._tracker: Tracker | None = None
         self._position = store.position(_CONSUMER)
         self._refused = 0
+        self._refused_names: set[str] = set()
         self._refusing: dict[tuple[str, str], int | None] = {}
         """Foreign moves that are recorded as refused and not put back yet: where the alias stands in the tracker."""
         self._failure: str | None = None
@@ -136,7 +137,10 @@ class Mirror:
         if not state.versions or self._position < state.seq:
             return
         try:
-            for name, theirs in self._opened().all_aliases().items():
+            found = self._opened().all_aliases()
+            for name in sorted(state.versions.keys() - found.keys() - self._refused_names):
+                self._show_again(state, name)
+            for name, theirs in found.items():
                 ours = state.aliases(name) if name in state.versions else theirs
                 for alias in sorted(ours.keys() | theirs.keys()):
                     if ours.get(alias) != theirs.get(alias):
@@ -145,6 +149,22 @@ class Mirror:
             self._failure = str(error)
             self._tracker = None
             raise
+
+    def _show_again(self, state: State, name: str) -> None:
+        """A model that somebody deleted in the tracker, or that a tracker with new tables has never seen."""
+        _logger.warning("MLflow has lost %s; it is shown again", name)
+        try:
+            for version in state.versions[name]:
+                # Without its run, which may be lost as well; a tag names it.
+                self._opened().put_version(_shown(version, self._root, None))
+                self._tag_stage(version.id)
+            for alias, number in state.aliases(name).items():
+                self._opened().put_alias(name, alias, number)
+        except DependencyError as error:
+            if error.retryable:
+                raise
+            self._refused_names.add(name)
+            _logger.warning("MLflow does not take %s: %s", name, error)
 
     def _deal_with(self, move: ForeignMove, ours: int | None) -> None:
         # What has been committed since `state` may be the reason: then it is no foreign move.

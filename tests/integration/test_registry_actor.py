@@ -246,6 +246,10 @@ def test_a_move_in_mlflows_own_registry_is_followed_or_put_back_and_kept_as_what
     assert "is candidate" in refused.why
     assert mlflow.get_model_version("foreign", "2").tags["flywheel.stage"] == "promoted"
 
+    mlflow.delete_registered_model("foreign")
+    tracker = MlflowTracker(prepare_tracking(home))
+    until(lambda: sorted(tracker.versions("foreign")) == [1, 2, 3] and tracker.aliases("foreign") == {"champion": 2})
+
 
 def until(check: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30

@@ -130,6 +130,20 @@ def test_what_somebody_deleted_in_the_tracker_comes_back_with_the_alias_that_nee
     assert bench.tracker.aliases("triage") == {"champion": 1}
 
 
+def test_a_tracker_that_has_lost_everything_is_filled_again(bench: Bench) -> None:
+    bench.register("bb")
+    bench.promote(2)
+    bench.mirror.catch_up()
+    bench.tracker = MemoryTracker()
+    bench.restart()
+    assert bench.mirror.status().behind == 0
+    bench.mirror.look()
+    assert sorted(bench.tracker.versions("triage")) == [1, 2]
+    assert bench.tracker.aliases("triage") == {"champion": 2}
+    assert bench.tracker.versions("triage")[2]["flywheel.stage"] == "promoted"
+    assert bench.foreign == []
+
+
 def test_a_move_that_cannot_be_put_back_is_said_once_and_stops_nothing(bench: Bench) -> None:
     bench.tracker = Stubborn()
     bench.restart()
