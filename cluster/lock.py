@@ -8,6 +8,7 @@ from __future__ import annotations  # also read by a Python that is too old, see
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -70,8 +71,10 @@ def installed() -> dict[str, Distribution]:
     """
     found: dict[str, Distribution] = {}
     for each in distributions():
-        if each.metadata["Name"]:
-            found.setdefault(canonical(each.metadata["Name"]), each)
+        # An error where the package importlib_metadata, once imported, has put itself in the standard library's place.
+        with suppress(FileNotFoundError):
+            if each.metadata["Name"]:
+                found.setdefault(canonical(each.metadata["Name"]), each)
     return found
 
 
