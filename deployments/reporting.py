@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 
 from actors.registry.client import RegistryHandle
 from actors.registry.serving import ServingReport
-from cluster.errors import FlywheelError
 
 EVERY_S = 15.0
 _PATIENCE_S = 5.0
@@ -63,7 +62,7 @@ class Reporter:
             return
         try:
             await self._send(report)
-        except FlywheelError as error:
+        except Exception as error:  # noqa: BLE001 (serving does not depend on it, and the next report says it again)
             logger.info("The registry did not take a report; it goes with the next: %s", error)
         else:
             self._done(report)

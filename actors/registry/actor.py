@@ -341,7 +341,12 @@ class Registry:
     def _look_after(self) -> None:
         """What has to be looked at now and then, because nobody will report it."""
         drivers.close_abandoned(self._ledger, self._find_dead)
-        self._book.close_unseen(before=utc_now() - _REPLICA_PATIENCE)
+        self._close_unseen()
+
+    def _close_unseen(self) -> None:
+        """End what silent replicas held; not before those that live have had time to find this registry."""
+        if utc_now() - self._started_at > _REPLICA_PATIENCE:
+            self._book.close_unseen(before=utc_now() - _REPLICA_PATIENCE)
 
     def _follow(self, move: ForeignMove) -> bool:
         """Whether a move made in MLflow stands in the log now; what the rules refuse is kept as refused."""
@@ -380,7 +385,7 @@ class Registry:
 
     def _collect(self, min_age_s: float, dry_run: bool, by: str) -> views.Collection:
         # The replicas that live now; one that fell silent is closed first.
-        self._book.close_unseen(before=utc_now() - _REPLICA_PATIENCE)
+        self._close_unseen()
         loaded = {held.version_id for held in self._book.read()[0] if held.until is None}
         grace = timedelta(seconds=min_age_s)
         plan = gc.plan(self._ledger.state, gc.look(self._home), self._home, now=utc_now(), grace=grace, loaded=loaded)
@@ -440,12 +445,12 @@ class SnapshotLog:
 
 
 def watch(look: Callable[[], None], *, every_s: float, ended: threading.Event) -> None:
-    """`look` now and every `every_s` seconds, until `ended`; an error of ours is logged, and the next round comes."""
+    """`look` now and every `every_s` seconds, until `ended`; what goes wrong is logged, and the next round comes."""
     while True:
         try:
             look()
-        except FlywheelError as error:
-            _logger.warning("the registry could not look after its affairs: %s", error)
+        except Exception as error:
+            _logger.warning("the registry could not look after its affairs: %s", error, exc_info=error)
         if ended.wait(every_s):
             return
 

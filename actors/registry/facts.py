@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from actors.registry.snapshot import Kind, Split
 from cluster.config import Config
@@ -185,6 +185,12 @@ class Version(VersionFact, Fact):
     chat_template_digest: str | None = None
     origin: Origin | None = None
     created_at: datetime
+
+    @field_validator("path")
+    @classmethod
+    def _relative(cls, path: Path, info: ValidationInfo) -> Path:
+        """An older log holds absolute paths, always `…/versions/<name>/<12 digits>`: its home may have moved since."""
+        return Path(info.data["name"]) / path.name if path.is_absolute() and "name" in info.data else path
 
 
 class GateCheck(Config):

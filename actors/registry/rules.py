@@ -319,7 +319,9 @@ def _adopt(state: State, command: Adopt, now: datetime) -> Decision:
             raise RequestError(f"A version is not made from {fact.event!r}; it cannot be imported.", param="origins")
         if isinstance(fact, RunEnded):
             before = state.ended.get(fact.run_id)
-            fresh += [fact] if before is None or (before.presumed and not fact.presumed) else []
+            # A run that goes on here is not ended from elsewhere.
+            said = before is not None and before.presumed and not fact.presumed
+            fresh += [fact] if said or fact.run_id not in state.entries else []
         elif (known := _known(state, fact)) is None:
             fresh.append(fact)
         elif encode(portable(known)) != encode(portable(fact)):
@@ -340,7 +342,8 @@ def _begin_gate(state: State, command: BeginGate, now: datetime) -> Decision:
     open_gate = state.open_gate(command.version_id)
     if open_gate is not None:
         facts.append(GateEnded(gate_id=open_gate.id, outcome="abandoned", reason=f"{command.by} began another gate"))
-        stage = open_gate.was
+        if stage == "evaluating":  # it may have been promoted by force meanwhile
+            stage = open_gate.was
     if "evaluating" not in LEGAL[stage]:
         raise _illegal(state, command.version_id, "be gated")
     begun = GateBegun(
@@ -358,7 +361,7 @@ def _begin_gate(state: State, command: BeginGate, now: datetime) -> Decision:
 def _end_gate(state: State, ended: GateEnded) -> Decision:
     _require_known(state, {ended.gate_id}, GateBegun)
     if ended.evaluation_id:
-        _require_known(state, {ended.evaluation_id}, EvaluationFact)
+        _require_evidence(state, ended, ended.evaluation_id)
     before = state.verdicts.get(ended.gate_id)
     if before == ended or (before is not None and ended.outcome == "abandoned"):
         return Decision((), before)
@@ -371,6 +374,25 @@ def _end_gate(state: State, ended: GateEnded) -> Decision:
         failed = ", ".join(each.name for each in ended.checks if not each.passed)
         raise RequestError(f"A gate does not pass with a failed check: {failed}.", param="outcome")
     return Decision((ended,), ended)
+
+
+def _require_evidence(state: State, ended: GateEnded, evaluation_id: str) -> None:
+    _require_known(state, {evaluation_id}, EvaluationFact)
+    evaluation = state.entries[evaluation_id].fact
+    assert isinstance(evaluation, EvaluationFact)
+    version_id = ended.gate_id.partition("#")[0]
+    if evaluation.version_id not in (None, version_id):
+        raise RequestError(
+            f"{evaluation_id} measured {evaluation.version_id}, not {version_id}.",
+            param="evaluation_id",
+            hint="End the gate with its own evaluation.",
+        )
+    if ended.outcome == "passed" and not evaluation.passed:
+        raise RequestError(
+            f"{evaluation_id} was not passed, so neither is {ended.gate_id}.",
+            param="outcome",
+            hint="End the gate as blocked.",
+        )
 
 
 def _promote(state: State, command: Promote, now: datetime) -> Decision:
@@ -415,7 +437,7 @@ def _rollback(state: State, command: Rollback, now: datetime) -> Decision:
     if command.name not in state.versions:
         raise unknown(state, command.name)
     standing = state.standing.get((command.name, command.alias), ())
-    for split in reversed(standing[:-1]):
+    for split in (earlier for earlier in reversed(standing[:-1]) if earlier != standing[-1]):
         ids = {f"{command.name}/{number}" for number in split}
         if not ids & state.collected and all(state.stages[id_] != "retired" for id_ in ids):
             move = _move(state, command, split, now, action="rollback", forced=False)

@@ -163,10 +163,10 @@ def _enter_holdings(connection: Connection, report: ServingReport, now: str) -> 
 def _put_traffic(connection: Connection, source: str, row: Traffic) -> None:
     key = {"source": source, "version": row.version_id, "hour": _text(row.hour)}
     counts = {name: getattr(row, name) for name in _COUNTS}
-    put = connection.execute(
-        update(_TRAFFIC).where(*(_TRAFFIC.c[name] == value for name, value in key.items())).values(**counts)
-    )
-    if put.rowcount == 0:
+    mine = [_TRAFFIC.c[name] == value for name, value in key.items()]
+    # Written first, so that SQLite takes its lock at once. Totals only grow: a late report takes nothing back.
+    connection.execute(update(_TRAFFIC).where(*mine, _TRAFFIC.c.requests <= row.requests).values(**counts))
+    if connection.execute(select(_TRAFFIC.c.requests).where(*mine)).first() is None:
         connection.execute(insert(_TRAFFIC).values(**key, **counts))
 
 

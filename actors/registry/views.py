@@ -26,7 +26,7 @@ from actors.registry.gc import Item
 from actors.registry.lineage import Link, chain
 from actors.registry.mirror import MirrorStatus
 from actors.registry.serving import Holding, Traffic
-from actors.registry.snapshot import Kind, Split, resolve
+from actors.registry.snapshot import Kind, Split, heaviest, resolve
 from actors.registry.state import State, snapshot, unknown, version_of
 from cluster.config import Config
 from cluster.errors import RequestError
@@ -169,7 +169,7 @@ def models(state: State) -> tuple[ModelView, ...]:
             base=versions[-1].base,
             versions=versions,
             stages=tuple(state.stages[version.id] for version in versions),
-            aliases=state.aliases(name) if name in splits else {},
+            aliases={alias: heaviest(split) for alias, split in splits.get(name, {}).items()},
             splits=splits.get(name, {}),
         )
         for name, versions in sorted(state.versions.items())

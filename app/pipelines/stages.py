@@ -33,6 +33,7 @@ from actors.registry.facts import (
     Version,
     VersionFact,
 )
+from actors.registry.rules import LEGAL
 from actors.training.controller import TrainingResult, new_run_id
 from actors.training.controller import train as run_training
 from app.pipelines.provenance import code_commit, lock_digest
@@ -242,7 +243,8 @@ def register(
         recipe=settings,
         sink=ground.sink,
     )
-    end_gate(ground.registry, ground.registry.begin_gate(version.id), report)
+    if "evaluating" in LEGAL[ground.registry.show(version.id).stage]:  # else this registration has been made before
+        end_gate(ground.registry, ground.registry.begin_gate(version.id), report)
     if wanted.on_pass is None:
         return Registration(version, None, "the recipe moves no alias")
     if not report.verdict.passed:

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from actors.registry import bundle, views
+from actors.registry.card import CARD_FILE
 from actors.registry.facts import Origin, Version, VersionFact
 from actors.registry.lineage import origins
 from actors.registry.reader import read_state
@@ -67,6 +68,12 @@ def export_version(home: Home, reference: str, out: Path | None, sink: Sink) -> 
     version = views.find(state, reference)
     if version.id in state.collected:
         raise ConfigError(f"The files of {version.id} have been freed.", hint="Register the content again.")
+    folder = home.versions / version.path
+    if folder.is_dir() and not (folder / CARD_FILE).is_file():
+        raise ConfigError(
+            f"{version.id} is from before versions had a card; no installation could import it.",
+            hint="Register its content again, then export that version.",
+        )
     target = (out or Path(f"{version.name}-{version.number}.tar")).absolute()
     file = bundle.export(version, origins(state, version.id), home, target, sink, at=datetime.now(UTC))
     return Exported(version_id=version.id, file=file, size_bytes=file.stat().st_size, signed_by=version.signed_by)

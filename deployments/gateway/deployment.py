@@ -51,7 +51,8 @@ class Gateway:
         await feed.start(wait_s=FIRST_SNAPSHOT_WAIT_S)
         self._source, self._node = whoami()
         usage = self._parts.metrics.usage
-        Reporter(self._traffic, lambda report: usage.reported(report.traffic)).start()
+        self._reporter = Reporter(self._traffic, lambda report: usage.reported(report.traffic))
+        self._reporter.start()
 
     def _traffic(self) -> ServingReport | None:
         rows = self._parts.metrics.usage.changed()

@@ -10,7 +10,6 @@ import logging
 import time
 
 from actors.registry.snapshot import Snapshot
-from cluster.errors import FlywheelError
 from deployments.gateway.ports import SnapshotSource
 
 FIRST_PAUSE_S = 0.2
@@ -65,7 +64,7 @@ class SnapshotFeed:
                 # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the result.
                 async with asyncio.timeout(self._poll_s + _SLACK_S):
                     snapshot = await self._source.wait_snapshot(self._after(), self._poll_s)
-            except (FlywheelError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001 (with a dead task it would serve the last snapshot for ever)
                 if self._connected or (self._heard_at is None and pause_s == FIRST_PAUSE_S):
                     logger.warning("The registry is away (%s); serving snapshot %d.", error, self.current.number)
                 self._connected = False

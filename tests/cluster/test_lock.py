@@ -43,6 +43,7 @@ def test_the_first_copy_on_the_path_is_the_installed_one(tmp_path: Path, monkeyp
     nameless.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     import importlib_metadata  # it joins sys.meta_path, as in a long-lived process
+
     assert any(isinstance(finder, importlib_metadata.MetadataPathFinder) for finder in sys.meta_path)
     assert lock.installed()["packaging"].version == "0.1"
     monkeypatch.setattr(sys, "path", [*(each for each in sys.path if each != str(tmp_path)), str(tmp_path)])

@@ -121,7 +121,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def rollback(self, name: str, alias: str):  # type: ignore[no-untyped-def]
         command = Rollback(name, alias, "m", "why", self._id())
         stack = self.stacks.get((name, alias), [])
-        fit = [place for place, split in enumerate(stack[:-1]) if self._fit(name, split)]
+        fit = [place for place, split in enumerate(stack[:-1]) if split != stack[-1] and self._fit(name, split)]
         try:
             answer = self.ledger.commit(command, by="m")
         except (StateError, RequestError):

@@ -55,7 +55,7 @@ def test_totals_may_come_twice_and_those_of_several_gateways_are_added(book: Ser
         row = Traffic(version_id="triage/1", hour=NINE, requests=requests, completion_tokens=10 * requests)
         return ServingReport(source=source, node="n", traffic=(row,))
 
-    for each in (report("a", 2), report("a", 2), report("b", 1), report("a", 5)):
+    for each in (report("a", 2), report("a", 2), report("b", 1), report("a", 5), report("a", 4)):
         book.enter(each, at=NINE)
     (row,) = book.read()[1]
     assert (row.requests, row.completion_tokens) == (6, 60)

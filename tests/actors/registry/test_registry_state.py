@@ -318,6 +318,38 @@ def test_without_a_passed_gate_only_force_promotes_and_that_is_kept(machine: Mac
     assert not gated.forced
 
 
+def test_a_gate_that_was_overtaken_by_force_leaves_the_version_promoted(machine: Machine) -> None:
+    machine.do(register("dd"))
+    begun = machine.do(BeginGate("triage/4", "ada", "a"))
+    assert isinstance(begun, GateBegun)
+    machine.do(promote(4, "b", force=True))
+    with pytest.raises(StateError, match="cannot be gated"):
+        machine.do(BeginGate("triage/4", "ada", "c"))
+    machine.do(GateEnded(gate_id=begun.id, outcome="blocked"))
+    assert machine.state.stages["triage/4"] == "promoted"
+
+
+def test_a_gate_ends_with_its_own_evaluation_and_passes_only_if_that_did(machine: Machine) -> None:
+    machine.do(EvaluationFact(id="e2", version_id="triage/2", passed=True))
+    machine.do(EvaluationFact(id="e1", version_id="triage/1", passed=False))
+    begun = machine.do(BeginGate("triage/1", "ada", "a"))
+    assert isinstance(begun, GateBegun)
+    with pytest.raises(RequestError, match="measured triage/2, not triage/1"):
+        machine.do(GateEnded(gate_id=begun.id, outcome="passed", evaluation_id="e2"))
+    with pytest.raises(RequestError, match="was not passed"):
+        machine.do(GateEnded(gate_id=begun.id, outcome="passed", evaluation_id="e1"))
+    machine.do(GateEnded(gate_id=begun.id, outcome="blocked", evaluation_id="e1"))
+
+
+def test_a_rollback_goes_somewhere_else(machine: Machine) -> None:
+    for command, version in enumerate((3, 1, 2, 1)):
+        machine.do(promote(version, f"p{command}"))
+    machine.do(Retire("triage/2", "ada", "old", "r"))
+    move = machine.do(Rollback("triage", "champion", "ada", "worse", "b"))
+    assert isinstance(move, AliasMove)
+    assert (move.previous, move.version) == (1, 3)
+
+
 def test_force_is_not_inherited_by_the_next_move(machine: Machine) -> None:
     machine.do(register("dd"))
     machine.do(promote(4, "a", alias="canary", force=True))
@@ -486,6 +518,16 @@ def test_a_parent_is_held_by_a_child_that_is(machine: Machine) -> None:
     assert held(machine.state)["triage/3"] == "triage/4 was made from it"
 
 
+def test_a_log_with_absolute_paths_is_read_as_one_whose_home_may_have_moved() -> None:
+    old = (
+        '{"name":"triage","kind":"adapter","source_path":"/s","base":"b","id":"triage/1","number":1,"digest":"d",'
+        '"path":"/old/home/versions/triage/0123456789ab","created_at":"2026-01-01T00:00:00Z"}'
+    )
+    version = decode("version", old)
+    assert isinstance(version, Version)
+    assert version.path == Path("triage/0123456789ab")
+
+
 def test_a_log_from_before_aliases_were_split_is_read(machine: Machine) -> None:
     old = (
         '{"id":"triage@champion#1","name":"triage","alias":"champion","version":2,"previous":1,"by":"ada","why":"w",'
@@ -508,6 +550,12 @@ def test_a_version_that_comes_home_finds_its_facts_as_they_are(machine: Machine)
     assert isinstance(came, Version)
     assert came.origin == origin
     assert machine.state.run_status("triage-1") == "completed"  # what a run says outweighs what was presumed
+    machine.do(RunFact(id="here", name="n", base="b", base_digest=""))
+    elsewhere = coming.fact.model_copy(update={"run_id": None})
+    machine.do(
+        Adopt((RunEnded(run_id="here", status="failed"),), Register(elsewhere, Artifact(path=Path("y"), digest="y")))
+    )
+    assert machine.state.run_status("here") == "running"
     other = run.model_copy(update={"base": "another"})
     with pytest.raises(StateError, match="other facts"):
         machine.do(Adopt((other,), coming))
