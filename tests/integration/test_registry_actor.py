@@ -252,7 +252,7 @@ def test_a_move_in_mlflows_own_registry_is_followed_or_put_back_and_kept_as_what
 
 
 def until(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not check():
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -139,8 +139,8 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "register": _RegisterFolder(5),
     "register-again": _RegisterFolder(1),
     "promote": commit(promote(1, "p3")),
-    "split": commit(Promote(NAME, "champion", {1: 0.5, 2: 0.5}, "ada", "why", "p4", {2: 1.0})),
-    "external": commit(Promote(NAME, "champion", {1: 1.0}, "mlflow", "why", "p5", {2: 1.0}, external=True)),
+    "split": commit(Promote(NAME, "champion", {1: 0.5, 2: 0.5}, "ada", "why", "p4", {2: 1.0}, force=True)),
+    "external": commit(Promote(NAME, "champion", {1: 1.0}, "mlflow", "why", "p5", {2: 1.0}, True, True)),
     "external-refused": commit(
         ExternalMove(id="x", name=NAME, alias="champion", version=3, where="MLflow", refused="no", at=NOW)
     ),
