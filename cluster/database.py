@@ -5,15 +5,16 @@ password. It must not know which tables stand in a database, nor what they mean.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, quote_plus
 
-from sqlalchemy import Connection, Engine, MetaData, create_engine, event
+from sqlalchemy import Connection, Engine, MetaData, create_engine, event, inspect
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.schema import CreateTable
 
 from cluster.errors import ConfigError, DependencyError
 
@@ -176,15 +177,28 @@ def _is_sqlite_file(url: URL) -> bool:
     return _is_sqlite(url) and bool(url.database) and url.database != ":memory:"
 
 
-def create_tables(engine: Engine, schema: MetaData) -> None:
-    """Create the tables of `schema` that do not exist yet; two first starts at once are no trouble."""
+def create_tables(engine: Engine, schema: MetaData, fill: Callable[[Connection], None] = lambda _: None) -> None:
+    """Create the tables of `schema` that do not exist yet, and `fill` them with what has to be there from the start.
+
+    `fill` runs in the same transaction, on tables that were there before too. Several first starts at once are no
+    trouble.
+    """
     try:
-        with transaction(engine) as connection:
-            schema.create_all(connection)
+        _create_missing(engine, schema, fill)
     except DependencyError:
-        # The other one has created them, or the database really fails, and says so here.
-        with transaction(engine) as connection:
-            schema.create_all(connection)
+        # PostgreSQL let one of several through: it has created everything. Or the database really fails, and says
+        # so here.
+        _create_missing(engine, schema, fill)
+
+
+def _create_missing(engine: Engine, schema: MetaData, fill: Callable[[Connection], None]) -> None:
+    with transaction(engine) as connection:
+        # Looked for first: PostgreSQL asks for the right to create tables even where there is nothing to create.
+        there = set(inspect(connection).get_table_names())
+        for table in schema.sorted_tables:
+            if table.name not in there:
+                connection.execute(CreateTable(table, if_not_exists=True))
+        fill(connection)
 
 
 def _make_folder(folder: Path) -> None:

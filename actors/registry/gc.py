@@ -262,28 +262,26 @@ def _plain(path: Path) -> Path:
 
 def _candidates(home: Home) -> Iterator[tuple[What, Path]]:
     for store in (path for path in _entries(home.versions) if path.is_dir() and not path.name.startswith(".")):
-        for path in _entries(store):
-            what = _kind_of(path)
-            if what is not None:
-                yield what, path
-            elif _VERSION.fullmatch(path.name):
-                yield "version", path
-            elif _is_stray(path, _VERSION):
-                yield "signature", path
-    for path in _entries(home.adapter_cache):
-        what = _kind_of(path)
-        if what is not None:
-            yield what, path
-        elif _DIGEST.fullmatch(path.name):
-            yield "cached adapter", path
-        elif _is_stray(path, _DIGEST):
-            yield "signature", path
+        yield from _signed_folders(store, _VERSION, "version")
+    yield from _signed_folders(home.adapter_cache, _DIGEST, "cached adapter")
     for run in (path for path in _entries(home.runs) if path.is_dir()):
         for path in _entries(run):
             if _STEP.fullmatch(path.name):
                 yield "checkpoint", path
             elif path.name.startswith(TRASH_PREFIX):
                 yield "trash", path
+
+
+def _signed_folders(parent: Path, named: re.Pattern[str], what: What) -> Iterator[tuple[What, Path]]:
+    """The folders in `parent` that are `named` so, what is on its way in or out of it, and signatures left alone."""
+    for path in _entries(parent):
+        passing = _kind_of(path)
+        if passing is not None:
+            yield passing, path
+        elif named.fullmatch(path.name):
+            yield what, path
+        elif _is_stray(path, named):
+            yield "signature", path
 
 
 def _kind_of(path: Path) -> What | None:

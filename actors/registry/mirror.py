@@ -119,6 +119,7 @@ class Mirror:
                 _logger.warning("the mirror stops: %s", error)
                 return
             except Exception as error:
+                # Whatever lies in somebody's MLflow: a dead thread would neither mirror nor notice moves any more.
                 self._failure = str(error)
                 _logger.warning(
                     "MLflow is %d events behind, next attempt in %.1f s: %s",
@@ -191,9 +192,11 @@ class Mirror:
 
     def _put_alias(self, name: str, alias: str, number: int) -> None:
         """With the version that it points to, which somebody may have deleted there."""
-        version = self._state().versions[name][number - 1]
-        self._opened().put_version(_shown(version, self._root, self._tracking_run(version.run_id)))
+        self._put_version(self._state().versions[name][number - 1])
         self._opened().put_alias(name, alias, number)
+
+    def _put_version(self, version: Version) -> None:
+        self._opened().put_version(_shown(version, self._root, self._tracking_run(version.run_id)))
 
     def _opened(self) -> Tracker:
         if self._tracker is None:
@@ -218,10 +221,9 @@ class Mirror:
         if not isinstance(event.fact, Version | GateBegun | GateEnded | AliasMove | Retired | RunEnded):
             return
         try:
-            tracker = self._opened()
             match event.fact:
                 case Version() as version:
-                    tracker.put_version(_shown(version, self._root, self._tracking_run(version.run_id)))
+                    self._put_version(version)
                     self._tag_stage(version.id)
                 case GateBegun() | Retired() as fact:
                     self._tag_stage(fact.version_id)
@@ -233,7 +235,7 @@ class Mirror:
                         self._tag_stage(f"{move.name}/{number}")
                 case RunEnded() as ended:
                     if run := self._tracking_run(ended.run_id):
-                        tracker.end_run(run, ended.status)
+                        self._opened().end_run(run, ended.status)
         except DependencyError as error:
             if error.retryable:
                 raise

@@ -29,10 +29,9 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.schema import CreateTable
 
 from actors.registry.facts import Event, Fact, decode, encode
-from cluster.database import open_engine, sqlite_path, transaction, without_password
+from cluster.database import create_tables, open_engine, sqlite_path, transaction, without_password
 from cluster.errors import DependencyError, StateError
 
 _SCHEMA: Final = MetaData()
@@ -97,7 +96,7 @@ class SqlEventStore:
     def __init__(self, uri: str) -> None:
         self._shown = without_password(uri)
         self._engine: Engine = open_engine(uri)
-        _create_tables(self._engine)
+        create_tables(self._engine, _SCHEMA, _first_epoch)
         with transaction(self._engine) as connection:
             # Write first: on SQLite a transaction that begins with a read cannot wait for a lock later.
             connection.execute(update(_WRITER).where(_WRITER.c.id == 1).values(epoch=_WRITER.c.epoch + 1))
@@ -222,25 +221,11 @@ def _events(facts: Sequence[Fact], after: int, at: datetime, by: str) -> tuple[E
     return tuple(Event(after + place, at.astimezone(UTC), by, fact) for place, fact in enumerate(kept, start=1))
 
 
-def _create_tables(engine: Engine) -> None:
-    try:
-        _create_missing(engine)
-    except DependencyError:
-        # Several first starts at once, and PostgreSQL let one of them through: it has created everything. Or the
-        # database really fails, and says so here.
-        _create_missing(engine)
-
-
-def _create_missing(engine: Engine) -> None:
-    with transaction(engine) as connection:
-        # Looked for first: PostgreSQL asks for the right to create tables even where there is nothing to create.
-        there = set(inspect(connection).get_table_names())
-        for table in _SCHEMA.sorted_tables:
-            if table.name not in there:
-                connection.execute(CreateTable(table, if_not_exists=True))
-        if _WRITER.name not in there or connection.execute(select(func.count()).select_from(_WRITER)).scalar_one() == 0:
-            first = select(literal(1), literal(0)).where(~select(_WRITER).exists())
-            connection.execute(insert(_WRITER).from_select(["id", "epoch"], first))
+def _first_epoch(connection: Connection) -> None:
+    """The writers' one row, if there is none yet."""
+    if connection.execute(select(func.count()).select_from(_WRITER)).scalar_one() == 0:
+        first = select(literal(1), literal(0)).where(~select(_WRITER).exists())
+        connection.execute(insert(_WRITER).from_select(["id", "epoch"], first))
 
 
 def _require_end(end: int, after: int) -> None:
