@@ -14,9 +14,9 @@ class ObjectiveConfig(Config):
 
 
 class AdapterConfig(Config):
-    """Which weights learn: a LoRA adapter (Hu et al. 2021, arXiv:2106.09685) beside a frozen base."""
+    """Which weights learn: a LoRA adapter (Hu et al. 2021, arXiv:2106.09685) beside a frozen base, or all of them."""
 
-    kind: Literal["lora"] = "lora"
+    kind: Literal["lora", "none"] = "lora"
     r: int = Field(default=16, ge=1, le=256)
     alpha: int = Field(default=32, ge=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -37,12 +37,65 @@ class WorkersConfig(Config):
 
 
 class ParallelConfig(Config):
-    """How the work is spread."""
+    """How the work is spread: one mesh of pipeline × replicate × shard × context × tensor ranks.
 
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    The workers that the model's own axes (pipeline, context, tensor) leave over take different rows: replicated
+    (ddp), sharded (fsdp, zero1, zero2, zero3), or sharded inside `replicate` groups (hsdp).
+    """
+
+    strategy: Literal["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = "ddp"
     workers: WorkersConfig = WorkersConfig()
+    tensor: int = Field(default=1, ge=1)
+    """Ranks that share each matrix (Shoeybi et al. 2019, arXiv:1909.08053)."""
+    pipeline: int = Field(default=1, ge=1)
+    """Ranks that share the layers, one range of them each (Huang et al. 2018, arXiv:1811.06965)."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that share each sequence (ring attention; Liu et al. 2023, arXiv:2310.01889)."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks that share the experts of a mixture (Lepikhin et al. 2020, arXiv:2006.16668)."""
+    replicate: int = Field(default=1, ge=1)
+    """Groups of hsdp that each hold the whole model."""
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """Order of a pipeline's forward and backward passes; interleaved gives each rank two ranges of layers."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where ZeRO keeps the optimizer's state."""
     threads_per_worker: int | None = Field(default=None, ge=1)
     """OpenMP threads of each worker on CPU. Unset: the machine's cores divided by the workers on it."""
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.pipeline * self.context * self.tensor
+
+    @model_validator(mode="after")
+    def _composes(self) -> Self:
+        wide = {axis: size for axis in ("tensor", "pipeline", "context", "expert") if (size := getattr(self, axis)) > 1}
+        named = " and ".join(f"{axis} {size}" for axis, size in wide.items())
+        if self.strategy.startswith("zero") and wide:
+            raise ValueError(f"strategy {self.strategy} shards by data alone, without {named}: use fsdp with {named}")
+        if self.offload != "none" and not self.strategy.startswith("zero"):
+            raise ValueError(f"offload {self.offload} is ZeRO's: use strategy zero1, zero2 or zero3, or offload none")
+        if self.replicate > 1 and self.strategy != "hsdp":
+            raise ValueError(f"replicate {self.replicate} is hsdp's; strategy is {self.strategy}")
+        if self.schedule != "1f1b" and self.pipeline == 1:
+            raise ValueError(f"schedule {self.schedule} needs pipeline of more than 1")
+        if self.expert > 1 and self.pipeline > 1:
+            raise ValueError("expert with pipeline: the stages do not exchange tokens; use one of the two")
+        if self.context > 1 and self.pipeline > 1:
+            raise ValueError("context with pipeline: a stage hands on whole sequences; use one of the two")
+        if self.expert > 1 and self.tensor > 1:
+            raise ValueError("expert with tensor: each expert is whole on its rank; use one of the two")
+        if self.workers.min != self.workers.max and self.ranks_per_replica * self.expert * self.replicate > 1:
+            raise ValueError(
+                f"workers from {self.workers.min} to {self.workers.max} cannot change one by one with "
+                f"{named or f'replicate {self.replicate}'}: set min and max to one number"
+            )
+        if self.workers.max % (self.ranks_per_replica * self.expert * self.replicate):
+            raise ValueError(
+                f"workers {self.workers.max} is no multiple of {self.ranks_per_replica * self.expert * self.replicate}, "
+                f"which {named or f'replicate {self.replicate}'} needs"
+            )
+        return self
 
 
 class OptimizerConfig(Config):
@@ -68,6 +121,39 @@ class CheckpointConfig(Config):
     keep: int = Field(default=3, ge=1)
 
 
+class FailuresConfig(Config):
+    """How often a run goes on after its workers were lost. Each kind has its own budget, and is counted per start.
+
+    A planned resize costs nothing of either; an error that another try would only repeat is not tried again.
+    """
+
+    max: int = Field(default=2, ge=0)
+    """Restarts after a worker died, was stuck, or raised an error that may pass."""
+    preemptions: int = Field(default=16, ge=0)
+    """Restarts after a node was taken away by whoever owns it."""
+
+
+class ElasticConfig(Config):
+    """How fast a run sees what happens to it, and how long it waits before it says so. All times in seconds."""
+
+    notice_s: float = Field(default=0.5, gt=0, le=60)
+    """Time between two looks at the workers, at the nodes of the cluster, and at what the run is asked to do."""
+    regrow_s: float = Field(default=5.0, gt=0)
+    """How long a group must have run before it is resized, when a node came (or went): each resize is a restart."""
+    resize_wait_s: float = Field(default=120.0, ge=0)
+    """How long a planned resize or a drained node waits for the checkpoint that makes it cost no steps."""
+    start_timeout_s: float = Field(default=30.0, gt=0)
+    """How long a new group waits for its places before the cluster is looked at again."""
+    room_timeout_s: float = Field(default=1800.0, gt=0)
+    """How long a run waits for room for `parallel.workers.min` before it ends with a verdict."""
+    collective_timeout_s: int = Field(default=600, ge=1)
+    """Bound of one collective operation between the workers (gloo, NCCL)."""
+    stuck_after_s: float = Field(default=300.0, gt=0)
+    """How long no worker may get anywhere before the one that the others wait for is named and the group restarted.
+
+    Longer than the longest step, the first one with its compilation included."""
+
+
 class TrainConfig(Config):
     """All that the training stage reads."""
 
@@ -77,17 +163,32 @@ class TrainConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     precision: Literal["bf16", "fp32"] = "bf16"
+    """What matrices are multiplied in. What learns is kept, summed and updated in fp32 either way."""
+    activation_checkpointing: bool = False
+    """Keep each layer's input alone and compute the rest again in the backward (Chen et al. 2016, arXiv:1604.06174)."""
+    compile: bool = False
+    """Compile each layer with torch.compile: slow first steps, faster ones after."""
     steps: int = Field(default=100, ge=1)
     seed: int = 0
-    max_failures: int = Field(default=2, ge=0)
-    """Worker-group restarts that Ray Train may do before the run fails."""
+    failures: FailuresConfig = FailuresConfig()
+    elastic: ElasticConfig = ElasticConfig()
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
         batch, micro = self.optimizer.global_batch_size, self.optimizer.micro_batch_size
+        replica = self.parallel.ranks_per_replica
         for workers in range(self.parallel.workers.min, self.parallel.workers.max + 1):
-            if batch % (workers * micro):
+            if batch % (workers // replica * micro):
                 raise ValueError(
-                    f"global_batch_size {batch} is not divisible by {workers} workers × micro_batch_size {micro}"
+                    f"global_batch_size {batch} is not divisible by {workers // replica} data-parallel workers × "
+                    f"micro_batch_size {micro}"
                 )
+        if (
+            self.parallel.pipeline > 1
+            and batch // (self.parallel.workers.max // replica * micro) < self.parallel.pipeline
+        ):
+            raise ValueError(
+                f"a pipeline of {self.parallel.pipeline} needs at least as many micro-batches a step; "
+                "raise global_batch_size or lower micro_batch_size"
+            )
         return self
