@@ -41,6 +41,13 @@ TORCH_INDEX = "TORCH_INDEX_URL"
 """Where the CPU build of torch is looked for if pip's own configuration does not find it."""
 TORCH_INDEX_DEFAULT = "https://download.pytorch.org/whl/cpu"
 
+FROM_SOURCE = {
+    # Its kernels would be compiled for whatever machine this is; we use none (actors/training/strategies/zero.py).
+    # Named as for CPU so that its setup looks for no CUDA compiler, and the same wheel comes out everywhere.
+    "deepspeed": {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"},
+}
+"""Packages that exist as source only, and the environment they are built in."""
+
 _SIZES = {
     "cpu": "some 0.8 GB to download, 3.4 GB on disk",
     "cuda": "several GB to download, some 12 GB on disk",
@@ -178,12 +185,12 @@ def set_up(environment: Environment, kind: lock.Kind) -> None:
             _SIZES[kind],
         )
         _install_torch(environment, wanted["torch"])
-        _pip_install(
-            environment,
-            ["--only-binary", ":all:", "-r", str(lock.path(kind))],
-            what="packages",
-            expected=len(wanted),
-        )
+        ready = [f"{name}=={version}" for name, version in wanted.items() if name not in FROM_SOURCE]
+        names = environment.cache / "ready-made.txt"
+        names.write_text("\n".join(ready), encoding="utf-8")
+        _pip_install(environment, ["--only-binary", ":all:", "-r", str(names)], what="packages", expected=len(ready))
+        for name in sorted(FROM_SOURCE.keys() & wanted.keys()):
+            _build(environment, name, wanted[name])
         _remove_strays(environment, wanted)
         _pip_install(environment, ["--no-build-isolation", "-e", str(ROOT)], what="flywheel itself")
         off = lock.drift(wanted, _installed(environment))
@@ -264,6 +271,16 @@ def _install_torch(environment: Environment, version: str) -> None:
         _pip_install(environment, ["--only-binary", ":all:", "--index-url", index, wanted], what="torch")
 
 
+def _build(environment: Environment, name: str, version: str) -> None:
+    """A package without a wheel: built with what is installed by now, by the build interface that pip keeps."""
+    _pip_install(
+        environment,
+        ["--no-build-isolation", "--use-pep517", f"{name}=={version}"],
+        what=f"{name} from source",
+        variables=FROM_SOURCE[name],
+    )
+
+
 def _remove_strays(environment: Environment, wanted: Mapping[str, str]) -> None:
     extra = strays(_installed(environment), wanted)
     if extra:
@@ -280,13 +297,20 @@ def _installed(environment: Environment) -> dict[str, str]:
     return versions
 
 
-def _pip_install(environment: Environment, arguments: Sequence[str], *, what: str, expected: int = 1) -> None:
+def _pip_install(
+    environment: Environment,
+    arguments: Sequence[str],
+    *,
+    what: str,
+    expected: int = 1,
+    variables: Mapping[str, str] | None = None,
+) -> None:
     """Run pip, its output in the log, a line of progress now and then; `SetupError` gives pip's reason."""
     command = [*environment.pip, "install", "--no-input", "--no-cache-dir", "--no-deps", "--progress-bar", "off"]
     command += ["--disable-pip-version-check", *arguments]
     started = reported = time.monotonic()
     before = environment.log.stat().st_size if environment.log.exists() else 0
-    process = _start(command, environment)
+    process = _start(command, environment, variables)
     try:
         while process.poll() is None:
             time.sleep(0.2)
@@ -322,7 +346,9 @@ def _log_since(environment: Environment, offset: int) -> str:
         return file.read().decode("utf-8", errors="replace")
 
 
-def _start(command: Sequence[str], environment: Environment) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], environment: Environment, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     # pip keeps downloads in TMPDIR: a small /tmp would not hold them, and a killed pip leaves them behind.
     scratch = environment.cache / "tmp"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -334,7 +360,7 @@ def _start(command: Sequence[str], environment: Environment) -> subprocess.Popen
             stdout=output,
             stderr=subprocess.STDOUT,
             close_fds=False,
-            env={**os.environ, "TMPDIR": str(scratch)},
+            env={**os.environ, "TMPDIR": str(scratch), **(variables or {})},
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import install
+from cluster import install, lock
 
 
 def _package(packages: Path, name: str, *, record: bool = True) -> Path:
@@ -30,6 +30,11 @@ def test_only_what_was_cut_off_is_damaged(tmp_path: Path) -> None:
 def test_strays_are_what_the_lock_does_not_name() -> None:
     installed = {"ray": "2", "pip": "23", "flywheel": "0", "trl": "1"}
     assert install.strays(installed, {"ray": "2"}) == ["trl"]
+
+
+def test_what_is_built_from_source_is_locked() -> None:
+    for kind in ("cpu", "cuda"):
+        assert install.FROM_SOURCE.keys() <= lock.parse(lock.path(kind).read_text()).keys()
 
 
 def test_pips_reason_is_not_buried_under_its_warnings() -> None:
