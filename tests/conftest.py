@@ -25,6 +25,7 @@ environment.prepare(_ROOT)
 from actors.registry.client import RegistryClient  # noqa: E402
 from cluster.session import Session, connect  # noqa: E402
 from cluster.storage import Home  # noqa: E402
+from tests.gang import Gang  # noqa: E402
 from tests.postgres import Postgres, server  # noqa: E402
 from tests.serving import ServeApp, running  # noqa: E402
 
@@ -69,3 +70,11 @@ def serve_app(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
     """The one Serve application of the session: gateway, vLLM, embedder and collections, all real."""
     with running(home, registry) as app:
         yield app
+
+
+@pytest.fixture(scope="session")
+def gang() -> Iterator[Gang]:
+    """Processes that make process groups over gloo, for what several ranks do without Ray."""
+    started = Gang()
+    yield started
+    started.close()

@@ -4,17 +4,18 @@ Knows transformers and PEFT. Does not know how the model is spread over workers:
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from actors.training import attention
-from actors.training.config import AdapterConfig
+from actors.training.config import AdapterConfig, TrainConfig
 from cluster.errors import ConfigError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -30,6 +31,26 @@ def load_base(path: Path, precision: str, device: torch.device) -> Any:
     )
     model.set_attn_implementation(attention.implementation(model.config, device))
     return model
+
+
+def trainable(config: TrainConfig, path: Path, name: str, device: torch.device) -> Any:
+    """The base in the folder `path` with what learns in fp32: its adapter, or, with adapter.kind none, all of it."""
+    if config.adapter.kind == "none":
+        return load_base(path, "fp32", device)
+    base = load_base(path, config.precision, device)
+    return attach(base, config.adapter, base_name=name, seed=config.seed)
+
+
+def learning(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, under the names that PEFT and Hugging Face give them in files."""
+    return {canonical(name): part for name, part in model.named_parameters() if part.requires_grad}
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what PEFT, the compiler and wrappers of modules put into it."""
+    for inserted in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(inserted, "")
+    return name.replace(".default.", ".") if ".lora_" in name else name
 
 
 def attach(model: Any, config: AdapterConfig, *, base_name: str, seed: int) -> Any:
@@ -67,7 +88,7 @@ def same_dtype_inputs(adapted: Any) -> Any:
     By default PEFT turns the input of every adapted layer into the adapter's dtype (fp32) and autocast turns it
     back: two copies per layer that change nothing.
     """
-    return disable_input_dtype_casting(adapted)
+    return disable_input_dtype_casting(adapted) if isinstance(adapted, PeftModel) else nullcontext()
 
 
 def state(adapted: Any) -> dict[str, torch.Tensor]:

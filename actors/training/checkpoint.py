@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from actors.training import adapter
+from actors.training.engine import Engine
 from actors.training.job import Position
-from actors.training.strategies import Strategy
 from cluster.errors import TrainingError
 from cluster.storage import publish
 
 ADAPTER = "adapter"
 _OPTIMIZER = "optimizer.safetensors"
 _POSITION = "position.json"
+_WEIGHTS = "weights/"
 _FORMAT = 1
 
 
@@ -33,24 +35,28 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def save(
-    run_folder: Path, position: Position, model: Any, optimizer: torch.optim.Optimizer, strategy: Strategy, *, rank: int
-) -> Path:
+def save(run_folder: Path, position: Position, engine: Engine, *, rank: int) -> Path:
     """Publish the checkpoint of `position.step` and return its folder. Called on every rank; rank 0 writes."""
-    weights = {name: strategy.whole(tensor) for name, tensor in adapter.state(model).items()}
-    moments = {
-        f"{key}/{name}": strategy.whole(value).detach().cpu().contiguous()
-        for name, parameter in _learning(model).items()
-        for key, value in optimizer.state[parameter].items()
-    }
+    whole = {name: _whole(tensor).detach().cpu().contiguous() for name, tensor in engine.state().items()}
+    weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in whole.items() if name.startswith(_WEIGHTS)}
+    moments = {name: tensor for name, tensor in whole.items() if not name.startswith(_WEIGHTS)}
     folder = run_folder / name_of(position.step)
     if rank == 0:
         with publish(folder) as scratch:
-            adapter.save(model, weights, scratch / ADAPTER)
+            adapter.save(engine.model, weights, scratch / ADAPTER)
             save_file(moments, scratch / _OPTIMIZER)
             facts = {"format": _FORMAT, **asdict(position)}
             (scratch / _POSITION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def load(folder: Path, engine: Engine, *, run_id: str) -> Position:
+    """Bring `engine` to where the checkpoint in `folder` stands. Called on every rank."""
+    position = read_position(folder, run_id=run_id)
+    stored = load_file(folder / _OPTIMIZER)
+    stored |= {_WEIGHTS + name: tensor for name, tensor in load_file(folder / ADAPTER / adapter.WEIGHTS).items()}
+    engine.load({name: _part(stored[name], live) for name, live in engine.state().items()}, position.step)
+    return position
 
 
 def read_position(folder: Path, *, run_id: str) -> Position:
@@ -70,22 +76,13 @@ def read_position(folder: Path, *, run_id: str) -> Position:
     return position
 
 
-def load_adapter(folder: Path, model: Any) -> None:
-    """Weights into `model`, which is not yet wrapped."""
-    adapter.load(model, folder / ADAPTER)
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
-    """AdamW's moments into `optimizer`. Called on every rank, after wrapping."""
-    stored = load_file(folder / _OPTIMIZER)
-    for name, parameter in _learning(model).items():
-        found = {key.partition("/")[0]: value for key, value in stored.items() if key.partition("/")[2] == name}
-        optimizer.state[parameter] = {
-            # AdamW keeps its own count of steps as a plain scalar on the CPU.
-            key: value if value.ndim == 0 else strategy.part(value, parameter)
-            for key, value in found.items()
-        }
-
-
-def _learning(model: Any) -> dict[str, torch.nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+def _part(stored: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, laid out like `live`."""
+    stored = stored.to(live.device)
+    if isinstance(live, DTensor):
+        return distribute_tensor(stored, live.device_mesh, live.placements)
+    return stored

@@ -85,15 +85,16 @@ class ParallelConfig(Config):
             raise ValueError("context with pipeline: a stage hands on whole sequences; use one of the two")
         if self.expert > 1 and self.tensor > 1:
             raise ValueError("expert with tensor: each expert is whole on its rank; use one of the two")
-        if self.workers.min != self.workers.max and self.ranks_per_replica * self.expert * self.replicate > 1:
+        unit = self.ranks_per_replica * self.expert * self.replicate
+        if self.workers.min != self.workers.max and unit > 1:
             raise ValueError(
                 f"workers from {self.workers.min} to {self.workers.max} cannot change one by one with "
                 f"{named or f'replicate {self.replicate}'}: set min and max to one number"
             )
-        if self.workers.max % (self.ranks_per_replica * self.expert * self.replicate):
+        if self.workers.max % unit:
             raise ValueError(
-                f"workers {self.workers.max} is no multiple of {self.ranks_per_replica * self.expert * self.replicate}, "
-                f"which {named or f'replicate {self.replicate}'} needs"
+                f"workers {self.workers.max} is no multiple of {unit}, which "
+                f"{named or f'replicate {self.replicate}'} needs"
             )
         return self
 

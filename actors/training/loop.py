@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +18,11 @@ import ray.train.torch
 import torch
 import torch.distributed
 
-from actors.training import adapter, batching, checkpoint, objectives, optimizer, strategies
+from actors.training import batching, checkpoint, optimizer
 from actors.training.batching import MicroBatch
+from actors.training.engine import Place, build
 from actors.training.job import Job, Outcome, Position, Refusal, checkpoint_id
+from actors.training.layout import Layout
 from actors.training.metrics import MetricLog
 from actors.training.objectives import sft
 from actors.training.steps import StepPlan
@@ -33,17 +35,8 @@ from cluster.tracking import MlflowTracker
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which worker this is."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-
 Feed = Callable[[StepPlan, int], Iterator[MicroBatch]]
-"""Called with the plan and a step: this worker's micro-batches from that step on, without end."""
+"""Called with the plan and a step: the micro-batches of this worker's share from that step on, without end."""
 
 
 class Reporter(Protocol):
@@ -59,90 +52,74 @@ class Reporter(Protocol):
 def train(job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | None) -> Outcome:
     """The recipe. `resume` is the folder of a checkpoint of the same run."""
     config = job.config
+    layout = Layout.of(config.parallel, place.world_size)
     plan = StepPlan(
         rows=job.rows,
         steps=config.steps,
         global_batch_size=config.optimizer.global_batch_size,
         micro_batch_size=config.optimizer.micro_batch_size,
-        world_size=place.world_size,
+        world_size=layout.data,
     )
     # Not in the driver alone: what counts is what this machine reads. (A checkpoint has no signature and needs none:
     # this run has just written it, and nobody else is offered it before it is registered.)
     require_signed(job.base, job.home, Verifier())
-    base = adapter.load_base(job.base.path, config.precision, place.device)
-    model = adapter.attach(base, config.adapter, base_name=job.base.name, seed=config.seed)
-    if resume:
-        checkpoint.load_adapter(resume, model)
-    strategy = strategies.build(config.parallel.strategy, device=place.device, world_size=place.world_size)
-    module = strategy.wrap(objectives.build(config, model))
-    module.train()
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    adamw = optimizer.build(config.optimizer, learning)
+    engine = build(config, job.base.path, job.base.name, place, layout)
     position = Position(job.run_id, step=0, rows=0, loss_first=math.nan, loss_last=math.nan, loss_tokens=0)
     if resume:
-        position = checkpoint.read_position(resume, run_id=job.run_id)
-        checkpoint.load_optimizer(resume, model, adamw, strategy)
+        position = checkpoint.load(resume, engine, run_id=job.run_id)
         report.resumed(position, resume)
 
     batches = feed(plan, position.step)
+    counts = layout.reader(place.rank) == place.rank  # of the ranks that share rows, one counts them
     folder = resume
     began_s, tokens_done = time.perf_counter(), 0.0
-    with adapter.same_dtype_inputs(model):
-        for step in range(position.step, plan.steps):
-            step_began_s = time.perf_counter()
-            rate = optimizer.learning_rate(config.optimizer, step, plan.steps)
-            optimizer.set_learning_rate(adamw, rate)
-            # The random numbers of a step depend on nothing before it, so a restart repeats its dropout exactly.
-            # (Python's hash of integers is the same in every process.)
-            torch.manual_seed(hash((config.seed, step, place.rank)))
+    for step in range(position.step, plan.steps):
+        step_began_s = time.perf_counter()
+        rate = optimizer.learning_rate(config.optimizer, step, plan.steps)
+        # The random numbers of a step depend on nothing before it, so a restart repeats its dropout exactly.
+        # (Python's hash of integers is the same in every process.) Ranks that share rows share them too.
+        torch.manual_seed(hash((config.seed, step, layout.data_rank(place.rank))))
 
-            micro = [next(batches).to(place.device) for _ in range(plan.accumulation)]
-            # The whole global batch is counted before the first backward: it is what each token's share is of.
-            loss_tokens, tokens = _total(place, sum(map(sft.count_loss_tokens, micro)), sum(b.tokens for b in micro))
-            if not loss_tokens:
-                raise TrainingError(
-                    f"Step {step + 1} has no token to learn from.", hint="Check the labels of the data version."
-                )
-            summed = 0.0
-            for index, batch in enumerate(micro):
-                with strategy.accumulating(module, last=index == plan.accumulation - 1):
-                    loss = module(batch.input_ids, batch.labels, batch.position_ids)
-                    # DDP and FSDP average over the workers; times world_size makes it the sum.
-                    (loss * (place.world_size / loss_tokens)).backward()
-                summed += loss.item()
-            norm = strategy.whole(torch.nn.utils.clip_grad_norm_(learning, config.optimizer.max_grad_norm)).item()
-            adamw.step()
-            adamw.zero_grad()
-
-            mean = _total(place, summed)[0] / loss_tokens
-            if not math.isfinite(mean) or not math.isfinite(norm):
-                raise TrainingError(
-                    f"The loss became {mean} (gradient norm {norm}) at step {step + 1}.",
-                    hint="Lower optimizer.learning_rate, lengthen optimizer.warmup_ratio, or use precision=fp32.",
-                )
-            now_s = time.perf_counter()
-            tokens_done += tokens
-            metrics = {
-                "loss": mean,
-                "learning_rate": rate,
-                "grad_norm": norm,
-                "epoch": (step + 1) / plan.steps_per_epoch,
-                "loss_tokens": loss_tokens,
-                "tokens_per_s": tokens / (now_s - step_began_s),
-            }
-            position = replace(
-                position,
-                step=step + 1,
-                rows=(step + 1) * plan.global_batch_size,
-                loss_first=mean if step == 0 else position.loss_first,
-                loss_last=mean,
-                loss_tokens=position.loss_tokens + int(loss_tokens),
+        micro = [next(batches).to(place.device) for _ in range(plan.accumulation)]
+        # The whole global batch is counted before the first backward: it is what each token's share is of.
+        mine = [sum(map(sft.count_loss_tokens, micro)), sum(batch.tokens for batch in micro)] if counts else [0, 0]
+        loss_tokens, tokens = _total(place, *mine)
+        if not loss_tokens:
+            raise TrainingError(
+                f"Step {step + 1} has no token to learn from.", hint="Check the labels of the data version."
             )
-            if place.rank == 0:
-                report.step(position, metrics)
-            if position.step % config.checkpoint.every_steps == 0 or position.step == plan.steps:
-                folder = checkpoint.save(job.run_folder, position, model, adamw, strategy, rank=place.rank)
-                report.checkpoint(position, folder, metrics)
+        result = engine.step(micro, loss_tokens=loss_tokens, learning_rate=rate)
+        norm = result.grad_norm
+        mean = _total(place, result.loss_sum)[0] / loss_tokens
+        if not math.isfinite(mean) or not math.isfinite(norm):
+            raise TrainingError(
+                f"The loss became {mean} (gradient norm {norm}) at step {step + 1}.",
+                hint="Lower optimizer.learning_rate, lengthen optimizer.warmup_ratio, or use precision=fp32.",
+            )
+        now_s = time.perf_counter()
+        tokens_done += tokens
+        metrics = {
+            "loss": mean,
+            "learning_rate": rate,
+            "grad_norm": norm,
+            "epoch": (step + 1) / plan.steps_per_epoch,
+            "loss_tokens": loss_tokens,
+            "tokens_per_s": tokens / (now_s - step_began_s),
+        }
+        position = replace(
+            position,
+            step=step + 1,
+            rows=(step + 1) * plan.global_batch_size,
+            loss_first=mean if step == 0 else position.loss_first,
+            loss_last=mean,
+            loss_tokens=position.loss_tokens + int(loss_tokens),
+        )
+        if place.rank == 0:
+            report.step(position, metrics)
+        if position.step % config.checkpoint.every_steps == 0 or position.step == plan.steps:
+            folder = checkpoint.save(job.run_folder, position, engine, rank=place.rank)
+            report.checkpoint(position, folder, metrics)
+    engine.close()
     assert folder is not None  # steps >= 1, so there is a last checkpoint: saved here or resumed from
     return Outcome(
         position=position,

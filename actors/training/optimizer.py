@@ -1,7 +1,7 @@
 """AdamW and the learning rate of every step. The schedule is a pure function of the step: it has no state to save."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -32,3 +32,40 @@ def build(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = value
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def begin(optimizer: torch.optim.Optimizer) -> None:
+    """Make the moments that AdamW would make at its first step, so that there is a state to save or to fill."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    **{name: torch.zeros_like(parameter) for name in MOMENTS},
+                }
+
+
+def state(optimizer: torch.optim.Optimizer, learning: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Weights and moments as `Engine.state` names them: the live tensors. AdamW has `begun`."""
+    found = {f"weights/{name}": parameter.detach() for name, parameter in learning.items()}
+    for moment in MOMENTS:
+        found |= {f"{moment}/{name}": optimizer.state[parameter][moment] for name, parameter in learning.items()}
+    return found
+
+
+def load(
+    optimizer: torch.optim.Optimizer,
+    learning: Mapping[str, torch.nn.Parameter],
+    filled: Mapping[str, torch.Tensor],
+    step: int,
+) -> None:
+    """Put `filled`, laid out as `state` gives it, into parameters and moments; AdamW has made `step` steps."""
+    begin(optimizer)
+    for name, tensor in state(optimizer, learning).items():
+        if tensor is not filled[name]:  # filled in place, where it lives, is in place already
+            tensor.copy_(filled[name])
+    for parameter in learning.values():
+        optimizer.state[parameter]["step"].fill_(step)

@@ -1,8 +1,9 @@
 """Which rows belong to which step: pure arithmetic, the same for every number of workers.
 
-The feed cuts the rows of an epoch, in their order, into micro-batches and deals them to the workers in turn.
-A step takes the next `global_batch_size` rows whatever the world size, so a run that restarts, or resumes with
-more or fewer workers, sees every row of an epoch exactly once. This module knows neither torch nor Ray.
+A run takes the rows of its feed one after another: a step takes the next `global_batch_size` positions, and each
+share of a step is a part of them without gaps. What a step takes does not depend on how many shares there are, so a
+run that restarts, or goes on with more or fewer workers, takes every position exactly once. Which row stands at a
+position is `order`'s to say. This module knows neither torch nor Ray.
 """
 
 from dataclasses import dataclass
@@ -10,12 +11,16 @@ from dataclasses import dataclass
 from cluster.errors import ConfigError
 
 COLUMNS = ("input_ids", "labels", "position_ids")
-"""What a row is: three lists of one length, whole numbers."""
+"""What a row is to a model: three lists of one length, whole numbers."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How `rows` per epoch become `steps` optimizer steps. Steps, epochs, rows and ranks count from 0."""
+    """How `rows` per epoch become `steps` optimizer steps. Steps, epochs, positions and ranks count from 0.
+
+    `world_size` counts the ranks that work on different rows (`Layout.data`), and `rank` is one of them: ranks that
+    share a replica of the model share its rows.
+    """
 
     rows: int
     steps: int
@@ -37,9 +42,14 @@ class StepPlan:
             )
 
     @property
+    def share(self) -> int:
+        """Rows of one rank in one step."""
+        return self.global_batch_size // self.world_size
+
+    @property
     def accumulation(self) -> int:
-        """Micro-batches of one worker in one step."""
-        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+        """Micro-batches of one rank in one step."""
+        return self.share // self.micro_batch_size
 
     @property
     def steps_per_epoch(self) -> int:
@@ -51,22 +61,10 @@ class StepPlan:
         return self.steps_per_epoch * self.global_batch_size
 
     @property
-    def micro_batches_per_epoch(self) -> int:
-        """Micro-batches that one worker sees in an epoch."""
-        return self.steps_per_epoch * self.accumulation
+    def positions(self) -> int:
+        """Rows that the whole run takes, over all its epochs."""
+        return self.steps * self.global_batch_size
 
-    def epoch(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
-    def micro_batches_before(self, step: int) -> int:
-        """Micro-batches of its epoch that one worker has used when `step` begins."""
-        return step % self.steps_per_epoch * self.accumulation
-
-    def rows_of(self, step: int, rank: int) -> list[list[int]]:
-        """Row numbers of each micro-batch that `rank` works on in `step`."""
-        first = self.micro_batches_before(step)
-        return [
-            list(range(begin, begin + self.micro_batch_size))
-            for index in range(first, first + self.accumulation)
-            for begin in [(index * self.world_size + rank) * self.micro_batch_size]
-        ]
+    def first(self, step: int, rank: int = 0) -> int:
+        """The position at which the share of `rank` in `step` begins; it ends `share` positions later."""
+        return step * self.global_batch_size + rank * self.share

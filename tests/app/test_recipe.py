@@ -26,7 +26,7 @@ def test_an_adapter_the_engine_could_not_load_is_refused() -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size 5 is not divisible by 2 workers"):
+    with pytest.raises(ConfigError, match="global_batch_size 5 is not divisible by 2 data-parallel workers"):
         recipes.load("error-triage", ["optimizer.global_batch_size=5"])
 
 

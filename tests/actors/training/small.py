@@ -10,8 +10,8 @@ import torch
 
 from actors.training.batching import NO_LOSS, MicroBatch, micro_batches
 from actors.training.config import TrainConfig
+from actors.training.engine import Place
 from actors.training.job import Job, Position
-from actors.training.loop import Place
 from actors.training.steps import StepPlan
 from cluster.models import obtain
 from cluster.progress import silent
@@ -71,6 +71,7 @@ class Remembered:
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.losses: list[float] = []
+        self.norms: list[float] = []
         self.checkpoints: list[Path] = []
         self._stop_after = stop_after
 
@@ -79,6 +80,7 @@ class Remembered:
 
     def step(self, position: Position, metrics: Mapping[str, float]) -> None:
         self.losses.append(metrics["loss"])
+        self.norms.append(metrics["grad_norm"])
 
     def checkpoint(self, position: Position, folder: Path, metrics: Mapping[str, float]) -> None:
         self.checkpoints.append(folder)

@@ -1,0 +1,89 @@
+"""Who stands where: the ranks of a run on the axes of parallelism. Pure arithmetic, without torch.
+
+Five axes, the outermost first: pipeline, replicate, shard, context, tensor. Neighbouring ranks differ in the axis
+that talks most, so that it lies inside one machine: tensor ranks exchange activations in every layer, pipeline
+ranks once per micro-batch. Expert parallelism is no sixth axis: the experts are spread over ranks that differ in
+their data, which is where the tokens to exchange are.
+"""
+
+from dataclasses import dataclass, replace
+
+from actors.training.config import ParallelConfig
+from cluster.errors import ConfigError
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes. `replicate` ranks hold equal weights, `shard` ranks a part of each, both with own data."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(cls, config: ParallelConfig, world_size: int) -> "Layout":
+        """The layout of `world_size` ranks; what the model's axes leave over is spread over data."""
+        model = config.ranks_per_replica
+        if world_size % model:
+            raise ConfigError(
+                f"{world_size} workers cannot be shared by groups of {model} (pipeline {config.pipeline} × context "
+                f"{config.context} × tensor {config.tensor}).",
+                hint="Make parallel.workers a multiple of that product.",
+            )
+        data = world_size // model
+        base = cls(pipeline=config.pipeline, context=config.context, tensor=config.tensor, expert=config.expert)
+        if data % config.expert:
+            raise ConfigError(
+                f"{data} data-parallel ranks cannot be shared by groups of {config.expert} that hold the experts.",
+                hint="Make the number of data-parallel ranks a multiple of parallel.expert.",
+            )
+        if config.strategy == "ddp":
+            return replace(base, replicate=data)
+        if config.strategy != "hsdp":
+            return replace(base, shard=data)
+        if data % config.replicate:
+            raise ConfigError(
+                f"{data} data-parallel ranks cannot be shared by {config.replicate} replicas.",
+                hint="Make the number of data-parallel ranks a multiple of parallel.replicate.",
+            )
+        return replace(base, replicate=config.replicate, shard=data // config.replicate)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order of `AXES`."""
+        return (self.pipeline, self.replicate, self.shard, self.context, self.tensor)
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.data * self.context * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Different shares of the global batch."""
+        return self.replicate * self.shard
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """Coordinate of `rank` on every axis."""
+        place = {}
+        for axis, size in reversed(list(zip(AXES, self.sizes, strict=True))):
+            rank, place[axis] = divmod(rank, size)
+        return place
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the global batch `rank` works on."""
+        place = self.place_of(rank)
+        return place["replicate"] * self.shard + place["shard"]
+
+    def reader(self, rank: int) -> int:
+        """The rank that reads the rows of this rank's share: the lowest of those that work on it."""
+        return self.data_rank(rank) * self.context * self.tensor
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """One rank for every share, in the order of the shares."""
+        return tuple(share * self.context * self.tensor for share in range(self.data))
