@@ -112,7 +112,9 @@ def train(
                 name=run_id,
                 storage_path=str(home.runs),
                 checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoint.keep),
-                failure_config=FailureConfig(max_failures=config.max_failures),
+                failure_config=FailureConfig(
+                    max_failures=config.failures.max, max_preemption_failures=config.failures.preemptions
+                ),
             ),
             datasets={"train": in_step_order(feed.dataset(data, "train", home), plan)},
             dataset_config=DataConfig(execution_options=_ordered()),
