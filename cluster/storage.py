@@ -1,7 +1,8 @@
 """Where things lie under `FLYWHEEL_HOME`, content digests, and publishing a folder whole or not at all.
 
 A folder that has been published under its final name is complete and never changes; whoever dies while
-writing leaves only a `.partial-…` sibling, which nothing reads.
+writing leaves only a `.partial-…` sibling, which nothing reads. Whoever lives holds a lock on theirs, so it can be
+told from one that may be deleted, however old it is: see `abandoned`.
 """
 
 import fcntl
@@ -10,7 +11,7 @@ import os
 import shutil
 import unicodedata
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from cluster import environment
 from cluster.errors import ConfigError
 
 PARTIAL_PREFIX = ".partial-"
+
+LOCK = ".lock"
+"""In a folder of signed folders: held (`only_one`) while one of them and its signature appear, or are taken away."""
 
 _HASHING_THREADS = max(2, min(4, os.cpu_count() or 1))
 """SHA-256 lets go of the GIL; beyond four threads a disk is what limits it."""
@@ -143,19 +147,18 @@ def publish(target: Path) -> Iterator[Path]:
     made from the same content by construction (targets are named by digest or by a unique id).
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.parent / f"{PARTIAL_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}"
-    scratch.mkdir()
-    try:
-        yield scratch
-        _sync(scratch)
+    with _scratch(target, _make_folder) as (scratch, _):
         try:
-            scratch.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
-        _sync_entry(target.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            yield scratch
+            sync_tree(scratch)
+            try:
+                scratch.rename(target)
+            except OSError:
+                if not target.is_dir():
+                    raise
+            sync(target.parent)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: str, *, mode: int = 0o666) -> None:
@@ -164,17 +167,78 @@ def write_atomically(path: Path, content: str, *, mode: int = 0o666) -> None:
     `mode` holds from the first moment, less what the umask takes: 0o600 is for secrets.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{PARTIAL_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
+
+    def make(scratch: Path) -> int:
+        return os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+
+    with _scratch(path, make) as (scratch, descriptor):
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8", closefd=False) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            scratch.replace(path)
+            sync(path.parent)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def abandoned(scratch: Path) -> Iterator[bool]:
+    """Whether nobody writes to a `.partial-…` of `publish` or `write_atomically` any more, nor will.
+
+    If so, it may be deleted or renamed in the block. What is gone is abandoned.
+    """
+    # LOCK_EX on a file in NFS wants it open for writing; a folder cannot be.
+    flags = os.O_RDONLY if scratch.is_dir() else os.O_RDWR
     try:
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-        _sync_entry(path.parent)
+        descriptor = os.open(scratch, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
     finally:
-        scratch.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextmanager
+def _scratch(target: Path, make: Callable[[Path], int | None]) -> Iterator[tuple[Path, int]]:
+    """A new `.partial-…` sibling of `target`, made and opened by `make`, and locked until the block ends."""
+    while True:
+        scratch = target.with_name(f"{PARTIAL_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
+        descriptor = make(scratch)
+        if descriptor is None:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Between its making and its lock it looked abandoned, and may have been taken away.
+            if is_still(descriptor, scratch):
+                yield scratch, descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _make_folder(scratch: Path) -> int | None:
+    scratch.mkdir()
+    try:
+        return os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None  # taken away already
+
+
+def is_still(descriptor: int, path: Path) -> bool:
+    """Whether what is open as `descriptor` is what lies at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -197,12 +261,12 @@ def require_file_name(name: str, *, what: str) -> str:
     return name
 
 
-def _sync(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     for path in (folder, *folder.rglob("*")):
-        _sync_entry(path)
+        sync(path)
 
 
-def _sync_entry(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make a file's bytes, or a folder's list of names, durable: a rename alone does not survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -115,11 +115,27 @@ class OptimizerConfig(Config):
     max_grad_norm: float = Field(default=1.0, gt=0)
 
 
+class BestConfig(Config):
+    """Checkpoints that are kept for a metric of theirs, however old they are."""
+
+    metric: Annotated[str, Field(min_length=1)] = "loss"
+    """One that the run measures at every step, such as loss or grad_norm."""
+    mode: Literal["min", "max"] = "min"
+    keep: int = Field(default=1, ge=1)
+
+
 class CheckpointConfig(Config):
-    """When a run writes a checkpoint, and how many it keeps."""
+    """When a run writes a checkpoint, where to, and which ones it keeps.
+
+    One that the run went on from, or that an evaluation or a version in the registry was made from, is kept besides.
+    """
 
     every_steps: int = Field(default=25, ge=1)
     keep: int = Field(default=3, ge=1)
+    """The newest ones."""
+    best: BestConfig | None = None
+    storage: Annotated[str, Field(min_length=1)] | None = None
+    """A folder that all workers see, or s3://bucket/prefix. Unset: the runs of FLYWHEEL_HOME."""
 
 
 class FailuresConfig(Config):
@@ -171,6 +187,8 @@ class TrainConfig(Config):
     """Compile each layer with torch.compile: slow first steps, faster ones after."""
     steps: int = Field(default=100, ge=1)
     seed: int = 0
+    shuffle: bool = True
+    """Each epoch in an order of its own, made of the seed; else every epoch in the order of the data version."""
     failures: FailuresConfig = FailuresConfig()
     elastic: ElasticConfig = ElasticConfig()
 

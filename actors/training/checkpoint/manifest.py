@@ -1,0 +1,228 @@
+"""What makes a checkpoint count: its files, their digests, and a marker that vouches for both.
+
+`COMMITTED` holds the SHA-256 of `manifest.json`, which holds size and SHA-256 of every other file. So one small file,
+written last, says that all the others were there before it, and which bytes they had. This module reads; it knows no
+torch, and loads nothing of what the files hold.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
+from typing import Any, Final, Literal
+
+from actors.training.checkpoint.storage import MARKER, RunStorage
+from actors.training.job import Position
+from cluster.errors import ConfigError, TrainingError
+
+MANIFEST: Final = "manifest.json"
+POSITION: Final = "position.json"
+LEDGER: Final = "ledger.json"
+MODEL: Final = "model.json"
+ADAPTER: Final = "adapter"
+METADATA: Final = ".metadata"
+FORMAT: Final = 2
+
+Condition = Literal["committed", "partial", "damaged"]
+
+_STEP: Final = re.compile(r"step-([0-9]+)")
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """One file: its size in bytes and its SHA-256 in hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint. `metrics` are those of its step, `files` all that its manifest names."""
+
+    name: str
+    position: Position
+    metrics: Mapping[str, float]
+    saved_at: datetime
+    files: Mapping[str, FileFact]
+
+    @property
+    def step(self) -> int:
+        return self.position.step
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(fact.size for fact in self.files.values())
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies under one name. `why` says what is wrong; `checkpoint` is there if it is committed."""
+
+    name: str
+    condition: Condition
+    size_bytes: int
+    why: str = ""
+    checkpoint: Checkpoint | None = None
+    wrong: tuple[str, ...] = field(default=())
+    """The files that are missing or not what the manifest says."""
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's name, None if it is no such name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def manifest_text(files: Mapping[str, FileFact]) -> str:
+    """`manifest.json` of a checkpoint with these files."""
+    listed = {name: asdict(files[name]) for name in sorted(files)}
+    return json.dumps({"format": FORMAT, "files": listed}, indent=2) + "\n"
+
+
+def marker_text(manifest: str) -> str:
+    """What `COMMITTED` holds beside this manifest."""
+    return hashlib.sha256(manifest.encode()).hexdigest() + "\n"
+
+
+def position_text(position: Position, metrics: Mapping[str, float], saved_at: datetime) -> str:
+    """`position.json`: where the run stood, and what it measured there."""
+    facts = {"position": asdict(position), "metrics": dict(metrics), "saved_at": saved_at.isoformat()}
+    return json.dumps(facts, indent=2) + "\n"
+
+
+def look(storage: RunStorage) -> tuple[Found, ...]:
+    """Everything that lies in a run's storage, by step; sizes are checked, contents are not."""
+    listing = storage.listing()
+    return tuple(_judge(storage, name, listing[name]) for name in sorted(listing, key=_by_step))
+
+
+def committed(storage: RunStorage) -> tuple[Checkpoint, ...]:
+    """The committed checkpoints, oldest first."""
+    return tuple(found.checkpoint for found in look(storage) if found.checkpoint is not None)
+
+
+def latest(storage: RunStorage, *, without: Collection[str] = ()) -> Checkpoint | None:
+    """The newest checkpoint that is committed and whose files are all there in their sizes.
+
+    `without`: names that are not to be chosen, because they turned out to be damaged.
+    """
+    listing = storage.listing()
+    for name in sorted(listing.keys() - set(without), key=_by_step, reverse=True):
+        found = _judge(storage, name, listing[name]).checkpoint
+        if found is not None:
+            return found
+    return None
+
+
+def find(storage: RunStorage, step: int | None, *, run_id: str) -> Checkpoint:
+    """The checkpoint of `step`, or the latest; `ConfigError` if there is none that can be used."""
+    every = look(storage)
+    good = [found.checkpoint for found in every if found.checkpoint is not None]
+    steps = ", ".join(str(checkpoint.step) for checkpoint in good) or "none"
+    if step is None:
+        if good:
+            return good[-1]
+        raise ConfigError(f"Run {run_id} has no committed checkpoint in {storage.uri}.", hint="See: flywheel status.")
+    for checkpoint in good:
+        if checkpoint.step == step:
+            return checkpoint
+    for found in every:
+        if step_of(found.name) == step:
+            raise ConfigError(
+                f"The checkpoint of step {step} of run {run_id} is {found.condition}: {found.why}.",
+                hint=f"Committed steps: {steps}.",
+            )
+    raise ConfigError(f"Run {run_id} has no checkpoint of step {step}.", hint=f"Committed steps: {steps}.")
+
+
+def verify(storage: RunStorage, name: str) -> Found:
+    """The verdict on one checkpoint after reading every byte of it."""
+    found = _judge(storage, name, storage.listing().get(name, {}))
+    if found.checkpoint is None:
+        return found
+    wrong = wrong_files(storage, found.checkpoint, found.checkpoint.files)
+    if not wrong:
+        return found
+    return Found(name, "damaged", found.size_bytes, f"{_few(wrong)} changed since it was written", wrong=wrong)
+
+
+def wrong_files(storage: RunStorage, checkpoint: Checkpoint, files: Iterable[str]) -> tuple[str, ...]:
+    """Those of `files` that are gone or whose bytes are not those of the manifest."""
+
+    def fine(file: str) -> bool:
+        try:
+            return storage.digest(checkpoint.name, file) == checkpoint.files[file].sha256
+        except FileNotFoundError:
+            return False
+
+    return tuple(file for file in files if not fine(file))
+
+
+def require(checkpoint: Checkpoint, *, run_id: str) -> None:
+    """`TrainingError` if the checkpoint is another run's."""
+    if checkpoint.position.run_id != run_id:
+        raise TrainingError(
+            f"{checkpoint.name} is a checkpoint of run {checkpoint.position.run_id}, not of run {run_id}.",
+            hint="Start a new run.",
+        )
+
+
+def _judge(storage: RunStorage, name: str, files: Mapping[str, int]) -> Found:
+    size = sum(files.values())
+    if step_of(name) is None or MARKER not in files:
+        return Found(name, "partial", size, f"it has no {MARKER}: its save did not end")
+    try:
+        manifest = storage.read(name, MANIFEST).decode()
+        marker = storage.read(name, MARKER).decode()
+        if marker != marker_text(manifest):
+            return Found(name, "damaged", size, f"{MANIFEST} is not the one that was committed", wrong=(MANIFEST,))
+        facts = _files(manifest)
+        wrong = tuple(file for file, fact in facts.items() if files.get(file) != fact.size)
+        if wrong:
+            return Found(name, "damaged", size, f"{_few(wrong)} missing or cut off", wrong=wrong)
+        text = storage.read(name, POSITION)
+        if hashlib.sha256(text).hexdigest() != facts[POSITION].sha256:
+            return Found(name, "damaged", size, f"{POSITION} changed since it was written", wrong=(POSITION,))
+        noted = json.loads(text)
+        checkpoint = Checkpoint(
+            name,
+            position=Position(**noted["position"]),
+            metrics=noted["metrics"],
+            saved_at=datetime.fromisoformat(noted["saved_at"]).astimezone(UTC),
+            files=facts,
+        )
+    except FileNotFoundError as error:
+        return Found(name, "damaged", size, f"a file is missing: {error}", wrong=(MANIFEST,))
+    except (ValueError, TypeError, KeyError) as error:
+        return Found(name, "damaged", size, f"{MANIFEST} or {POSITION} cannot be read: {type(error).__name__}: {error}")
+    return Found(name, "committed", size, checkpoint=checkpoint)
+
+
+def _files(manifest: str) -> dict[str, FileFact]:
+    read: dict[str, Any] = json.loads(manifest)
+    if read["format"] != FORMAT:
+        raise ValueError(f"format {read['format']}, this version of Flywheel knows {FORMAT}")
+    files = {name: FileFact(**fact) for name, fact in read["files"].items()}
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{name!r} is no file of a checkpoint")
+    return files
+
+
+def _by_step(name: str) -> tuple[int, str]:
+    found = re.search(r"step-([0-9]+)", name)
+    return (int(found[1]) if found else -1, name)
+
+
+def _few(files: Collection[str]) -> str:
+    listed = sorted(files)
+    return f"{', '.join(listed[:3])}{f' and {len(listed) - 3} more' if len(listed) > 3 else ''}"

@@ -1,0 +1,330 @@
+"""Where a run's checkpoints lie: a folder that all workers see, or `s3://bucket/prefix`.
+
+A checkpoint is a folder of files under one name. It is written into a scratch folder on this machine, stored, and
+sealed: only what is sealed counts. In a folder, the scratch is a `.partial-…` sibling and sealing is one rename. In
+S3, the scratch is local, storing is an upload, and sealing is the last object. This module knows no torch and does not
+know what is in the files.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+
+from cluster.errors import ConfigError, DependencyError
+from cluster.storage import PARTIAL_PREFIX, Home, digest_file, require_file_name, sync, sync_tree, write_atomically
+
+MARKER: Final = "COMMITTED"
+S3: Final = "s3://"
+
+_TRASH: Final = f"{PARTIAL_PREFIX}trash-"
+"""As the registry's garbage collection names it, which clears what a dead process leaves."""
+_NAME: Final = re.compile(r"step-[0-9]+")
+_PARTIAL: Final = re.compile(rf"{re.escape(PARTIAL_PREFIX)}(step-[0-9]+)-[0-9a-f]+")
+_CHUNK: Final = 8 << 20
+_ATTEMPTS: Final = 3
+"""Each of them is a few seconds of the client's own tries."""
+
+_Result = TypeVar("_Result")
+
+
+class RunStorage(Protocol):
+    """One run's checkpoints. Names are those of checkpoints, files are names inside one, with `/`.
+
+    `OSError` where the disk fails; `DependencyError` where a remote store does, after a bounded number of tries.
+    """
+
+    @property
+    def uri(self) -> str:
+        """The run's folder, as a path or URI."""
+        ...
+
+    @property
+    def durable(self) -> bool:
+        """Whether what is written into a scratch folder is the checkpoint itself, and so must be synced."""
+        ...
+
+    def listing(self) -> dict[str, dict[str, int]]:
+        """Every checkpoint, also half-written ones, with its files and their sizes in bytes."""
+        ...
+
+    def read(self, name: str, file: str) -> bytes:
+        """A small file's bytes; `FileNotFoundError` if it is not there."""
+        ...
+
+    def digest(self, name: str, file: str) -> str:
+        """SHA-256 of a file's bytes, in hex; `FileNotFoundError` if it is not there."""
+        ...
+
+    def local(self, name: str, files: Iterable[str], scratch: Path) -> Path:
+        """A folder on this machine that holds `files` of a checkpoint; a remote store copies them into `scratch`."""
+        ...
+
+    def scratch(self, name: str, token: str, rank: int) -> Path:
+        """Where `rank` writes its files of a new checkpoint; `token` is the same on every rank and never used twice."""
+        ...
+
+    def store(self, scratch: Path, name: str, files: Iterable[str]) -> None:
+        """Put `files` of a scratch folder where `seal` wants them."""
+        ...
+
+    def seal(self, scratch: Path, name: str, marker: str) -> None:
+        """Make a checkpoint whose files are all stored count, in one step that survives a power cut."""
+        ...
+
+    def discard(self, scratch: Path, name: str) -> None:
+        """Remove what this rank has written of a checkpoint that was not sealed."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint. Whoever dies in here leaves none that counts."""
+        ...
+
+    def clear(self) -> None:
+        """Delete what dead processes have left half-written. Nobody may be writing now."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Room that is left; None where that is not known."""
+        ...
+
+
+def open_storage(home: Home, run_id: str, where: str | None = None) -> RunStorage:
+    """The storage of a run: `where` is `checkpoint.storage` of its recipe."""
+    require_file_name(run_id, what="run id")
+    if where is None:
+        return FolderStorage(home.runs / run_id)
+    if where.startswith(S3):
+        return S3Storage(f"{where.rstrip('/')}/{run_id}", home.runs / run_id)
+    if "://" in where:
+        raise ConfigError(
+            f"checkpoint.storage {where!r} is neither a folder nor s3://bucket/prefix.",
+            hint="Give a path that all workers see, s3://bucket/prefix, or leave it out.",
+        )
+    return FolderStorage(Path(where).expanduser().absolute() / run_id)
+
+
+class FolderStorage:
+    """Checkpoints in a folder that every worker sees under this path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.uri = str(folder)
+        self.durable = True
+
+    def listing(self) -> dict[str, dict[str, int]]:
+        try:
+            names = sorted(path.name for path in self.folder.iterdir())
+        except FileNotFoundError:
+            return {}
+        return {name: _sizes(self.folder / name) for name in names if _NAME.fullmatch(name) or _PARTIAL.fullmatch(name)}
+
+    def read(self, name: str, file: str) -> bytes:
+        return (self.folder / name / file).read_bytes()
+
+    def digest(self, name: str, file: str) -> str:
+        return digest_file(self.folder / name / file)
+
+    def local(self, name: str, files: Iterable[str], scratch: Path) -> Path:  # noqa: ARG002 (S3 needs them)
+        return self.folder / name
+
+    def scratch(self, name: str, token: str, rank: int) -> Path:  # noqa: ARG002 (S3 needs them)
+        folder = self.folder / f"{PARTIAL_PREFIX}{name}-{token}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def store(self, scratch: Path, name: str, files: Iterable[str]) -> None:
+        pass
+
+    def seal(self, scratch: Path, name: str, marker: str) -> None:
+        write_atomically(scratch / MARKER, marker)
+        sync_tree(scratch)
+        scratch.rename(self.folder / name)
+        sync(self.folder)
+
+    def discard(self, scratch: Path, name: str) -> None:  # noqa: ARG002 (S3 needs them)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    def remove(self, name: str) -> None:
+        trash = self.folder / f"{_TRASH}{name}-{os.urandom(4).hex()}"
+        (self.folder / name).rename(trash)  # out of everybody's sight in one step
+        shutil.rmtree(trash)
+
+    def clear(self) -> None:
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if _PARTIAL.fullmatch(path.name) or path.name.startswith(_TRASH):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def free_bytes(self) -> int | None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return shutil.disk_usage(self.folder).free
+
+
+class S3Storage:
+    """Checkpoints under `s3://bucket/prefix`; what is being written or read passes through `scratch_root`.
+
+    Credentials, region and `AWS_ENDPOINT_URL` come from the environment, as for every AWS client.
+    """
+
+    def __init__(self, uri: str, scratch_root: Path) -> None:
+        self.uri = uri
+        self.durable = False
+        self._scratch_root = scratch_root
+        self._opened: tuple[Any, str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}  # a client is its process's own
+
+    def listing(self) -> dict[str, dict[str, int]]:
+        from pyarrow.fs import FileSelector, FileType
+
+        def list_all() -> dict[str, dict[str, int]]:
+            found: dict[str, dict[str, int]] = {}
+            with self._client() as (client, root):
+                for each in client.get_file_info(FileSelector(root, recursive=True, allow_not_found=True)):
+                    name, slash, file = each.path.removeprefix(f"{root}/").partition("/")
+                    if each.type == FileType.File and slash and _NAME.fullmatch(name):
+                        found.setdefault(name, {})[file] = each.size
+            return dict(sorted(found.items()))
+
+        return self._tried(list_all)
+
+    def read(self, name: str, file: str) -> bytes:
+        def read() -> bytes:
+            with self._client() as (client, root), client.open_input_stream(f"{root}/{name}/{file}") as stream:
+                return bytes(stream.read())
+
+        return self._tried(read)
+
+    def digest(self, name: str, file: str) -> str:
+        def digest() -> str:
+            total = hashlib.sha256()
+            with self._client() as (client, root), client.open_input_stream(f"{root}/{name}/{file}") as stream:
+                while chunk := stream.read(_CHUNK):
+                    total.update(chunk)
+            return total.hexdigest()
+
+        return self._tried(digest)
+
+    def local(self, name: str, files: Iterable[str], scratch: Path) -> Path:
+        for file in files:
+            if not (scratch / file).exists():
+                self._tried(partial(self._download, name, file, scratch / file))
+        return scratch
+
+    def scratch(self, name: str, token: str, rank: int) -> Path:
+        folder = self._scratch_root / f"{PARTIAL_PREFIX}{name}-{token}{rank:04x}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def store(self, scratch: Path, name: str, files: Iterable[str]) -> None:
+        for file in files:
+            self._tried(partial(self._upload, scratch / file, name, file))
+
+    def seal(self, scratch: Path, name: str, marker: str) -> None:
+        (scratch / MARKER).write_text(marker, encoding="utf-8")
+        self.store(scratch, name, [MARKER])
+
+    def discard(self, scratch: Path, name: str) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(DependencyError):  # without a marker it counts for nobody, and `clear` comes by again
+            if MARKER not in self.listing().get(name, {MARKER: 0}):
+                self.remove(name)
+
+    def remove(self, name: str) -> None:
+        def remove() -> None:
+            with self._client() as (client, root):
+                with suppress(FileNotFoundError):
+                    client.delete_file(f"{root}/{name}/{MARKER}")  # from here on it is nobody's checkpoint
+                client.delete_dir(f"{root}/{name}")
+
+        self._tried(remove)
+
+    def clear(self) -> None:
+        FolderStorage(self._scratch_root).clear()
+        for name, files in self.listing().items():
+            if MARKER not in files:
+                self.remove(name)
+
+    def free_bytes(self) -> int | None:
+        return FolderStorage(self._scratch_root).free_bytes()
+
+    def _upload(self, source: Path, name: str, file: str) -> None:
+        # An object appears whole when its stream is closed, or not at all.
+        with (
+            source.open("rb") as reading,
+            self._client() as (client, root),
+            client.open_output_stream(f"{root}/{name}/{file}") as writing,
+        ):
+            while chunk := reading.read(_CHUNK):
+                writing.write(chunk)
+
+    def _download(self, name: str, file: str, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        half = target.with_name(f"{PARTIAL_PREFIX}{target.name}")
+        with (
+            self._client() as (client, root),
+            client.open_input_stream(f"{root}/{name}/{file}") as reading,
+            half.open("wb") as writing,
+        ):
+            while chunk := reading.read(_CHUNK):
+                writing.write(chunk)
+        half.rename(target)
+
+    @contextmanager
+    def _client(self) -> Iterator[tuple[Any, str]]:
+        """The S3 client and the run's prefix in it."""
+        if self._opened is None:
+            from pyarrow.fs import FileSystem
+
+            try:
+                self._opened = FileSystem.from_uri(self.uri)
+            except (OSError, ValueError) as error:
+                raise self._away(error) from None
+        yield self._opened
+
+    def _tried(self, work: Callable[[], _Result]) -> _Result:
+        """`work()`, tried a few times: what S3 answers with an error now it may grant in a second."""
+        tries = Retrying(
+            stop=stop_after_attempt(_ATTEMPTS),
+            wait=wait_exponential(0.2, max=3),
+            retry=retry_if_exception(_passing),
+            reraise=True,
+        )
+        try:
+            return tries(work)
+        except OSError as error:
+            if not _passing(error):
+                raise
+            raise self._away(error) from None
+
+    def _away(self, error: Exception) -> DependencyError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return DependencyError(
+            f"The checkpoints in {self.uri} cannot be reached: {reason}",
+            hint="Check that the bucket exists and what AWS_ENDPOINT_URL, AWS_REGION and the credentials say here.",
+        )
+
+
+def _passing(error: BaseException) -> bool:
+    """Whether trying again may help: S3's errors have no number, the local disk's have."""
+    return isinstance(error, OSError) and error.errno is None
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for root, _, files in os.walk(folder):
+        for file in files:
+            path = Path(root, file)
+            try:
+                found[path.relative_to(folder).as_posix()] = path.stat().st_size
+            except FileNotFoundError:
+                continue
+    return found
