@@ -102,6 +102,8 @@ class Seen:
     groups: tuple[Group, ...]
     marks: Mapping[str, float]
     """The marks of rank 0 in the present group."""
+    memory_kills: Mapping[str, int]
+    """How many processes each node's memory limit has ended since the group began."""
 
     @property
     def waiting(self) -> bool:
@@ -123,13 +125,14 @@ class Control:
         self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}
         self._committed = 0
         self._step = 0
+        self._kills: dict[str, tuple[int, int]] = {}
         self._incidents: list[Incident] = []
         self._controller: Any = None
 
     def begin_group(self, group: Group) -> None:
         """A new set of workers; what was asked of the last one is asked no more, but for a stop."""
         self._groups.append(group)
-        self._heartbeats = {}
+        self._heartbeats, self._kills = {}, {}
         if self._order.wish is not Wish.STOP:
             self._order = Order(Wish.NONE, self._order.number)
         self._step = self._committed
@@ -142,6 +145,9 @@ class Control:
             return Order(Wish.NONE, 0)
         self._heartbeats[heartbeat.rank] = (heartbeat, self._clock())
         self._step = max(self._step, heartbeat.step)
+        if heartbeat.oom_kills is not None:
+            first, _ = self._kills.get(heartbeat.node, (heartbeat.oom_kills, 0))
+            self._kills[heartbeat.node] = (first, heartbeat.oom_kills)
         return self._order
 
     def ask(self, wish: Wish) -> int:
@@ -176,6 +182,7 @@ class Control:
             incidents=tuple(self._incidents),
             groups=tuple(self._groups),
             marks=dict(first[0].marks) if first else {},
+            memory_kills={node: last - first for node, (first, last) in self._kills.items()},
         )
 
 

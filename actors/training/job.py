@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.training.config import TrainConfig
+from actors.training.control import Incident
 from cluster.errors import FlywheelError
 from cluster.models import StoredModel
 from cluster.progress import Sink
@@ -14,6 +15,10 @@ OnCheckpoint = Callable[[str, int, str, Mapping[str, float]], None]
 """Called on rank 0 with (checkpoint id, step, folder, metrics) once the checkpoint is durable.
 
 May be called again for the same checkpoint after a restart, so it must be idempotent. Must be picklable."""
+
+
+OnIncident = Callable[[Incident], None]
+"""Called by the run's controller when something has happened to its workers. Must be picklable."""
 
 
 @dataclass(frozen=True)
