@@ -31,6 +31,8 @@ Stage = Literal["examples", "tokens"]
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 ROWS_PER_SHARD = 20_000
+ROWS_PER_GROUP = 250
+"""Rows that a reader has to decode to get at one of them; a shard is a whole number of groups."""
 _DIGITS = 12
 _MANIFEST = "manifest.json"
 _QUARANTINE = "quarantine.jsonl"
@@ -234,7 +236,7 @@ def _write(folder: Path, split: Split, content: SplitContent) -> SplitManifest:
     for number, start in enumerate(range(0, max(rows, 1), ROWS_PER_SHARD)):
         path = folder / f"{split}-{number:05d}.parquet"
         part = content.table.slice(start, ROWS_PER_SHARD)
-        pq.write_table(part, path, compression="zstd")
+        pq.write_table(part, path, compression="zstd", row_group_size=ROWS_PER_GROUP)
         shards.append(ShardManifest(file=path.name, rows=part.num_rows, sha256=digest_file(path)))
     return SplitManifest(
         rows=rows,

@@ -11,20 +11,21 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-import ray.data
-from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from actors.data import feed
 from actors.data.version import DataVersion
-from actors.training import verdict
+from actors.training import feed, verdict
 from actors.training.config import TrainConfig
 from actors.training.job import Job, OnCheckpoint, Outcome, Refusal
-from actors.training.steps import COLUMNS, StepPlan
+from actors.training.layout import Layout
+from actors.training.order import Order
+from actors.training.steps import StepPlan
 from cluster.errors import ConfigError, TrainingError
 from cluster.models import StoredModel, require_signed
 from cluster.progress import Sink, relayed, silent
@@ -60,6 +61,10 @@ def untold(checkpoint_id: str, step: int, path: str, metrics: Mapping[str, float
     """The `on_checkpoint` of a run that nobody keeps a record of."""
 
 
+def unheard(incident: Incident) -> None:
+    """The `on_incident` of a run that nobody keeps a record of."""
+
+
 def train(
     config: TrainConfig,
     *,
@@ -72,20 +77,27 @@ def train(
     tracking_run_id: str | None,
     sink: Sink = silent,
     on_checkpoint: OnCheckpoint = untold,
+    on_incident: OnIncident = unheard,
 ) -> TrainingResult:
     """Train `name` on the running Ray; a run id that has checkpoints goes on from its last.
 
-    Raises `ConfigError` for what the user has to change, `SignatureError` if nobody who is trusted vouches for the
-    base, `TrainingError` with the one-line verdict if the run failed, `KeyboardInterrupt` if Ctrl-C stopped it (its
-    workers are gone by then).
+    Raises `ConfigError` for what the user has to change, `CapacityError` if the cluster can never place the workers,
+    `SignatureError` if nobody who is trusted vouches for the base, `TrainingError` with the one-line verdict if the
+    run failed, `KeyboardInterrupt` if Ctrl-C ended it and its kind `StoppedRun` if SIGTERM did (its workers are gone
+    by then).
     """
     # A recipe is a TrainConfig too; the workers get only the part that is training's.
     config = TrainConfig.model_validate({key: getattr(config, key) for key in TrainConfig.model_fields})
     plan = _plan(config, data)
+    order = Order.of(plan, seed=config.seed, shuffle=config.shuffle)
     require_signed(base, home, Verifier())  # each worker will again; here it is told before anything is started
     workers = config.parallel.workers
     on_gpu = ray.cluster_resources().get("GPU", 0) >= workers.min
+    per_worker = {"GPU": 1.0} if on_gpu else {"CPU": 1.0}
+    require_room(config, per_worker)
     run_folder = home.runs / require_file_name(run_id, what="run id")
+    control = controls.start(run_id)
+    elastic = workers.min != workers.max
     with relayed(sink) if sink is not silent else nullcontext(silent) as relay:
         job = Job(
             config=config,
@@ -98,15 +110,19 @@ def train(
             tracking_run_id=tracking_run_id,
             sink=relay,
             on_checkpoint=on_checkpoint,
+            control=control,
         )
-        trainer = TorchTrainer(
+        trainer = Trainer(
             _work,
             train_loop_config={"job": job},
-            torch_config=TorchConfig(backend="nccl" if on_gpu else "gloo"),
+            torch_config=TorchConfig(
+                backend="nccl" if on_gpu else "gloo", timeout_s=config.elastic.collective_timeout_s
+            ),
             scaling_config=ScalingConfig(
-                num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),
+                num_workers=(workers.min, workers.max) if elastic else workers.max,
+                elastic_resize_monitor_interval_s=config.elastic.regrow_s,
                 use_gpu=on_gpu,
-                resources_per_worker={"GPU": 1} if on_gpu else {"CPU": 1},
+                resources_per_worker=per_worker,
             ),
             run_config=RunConfig(
                 name=run_id,
@@ -115,12 +131,23 @@ def train(
                 failure_config=FailureConfig(
                     max_failures=config.failures.max, max_preemption_failures=config.failures.preemptions
                 ),
+                callbacks=[
+                    TermHandler(),
+                    RunWatch(
+                        control,
+                        config.elastic,
+                        workers=workers.min,
+                        elastic=elastic,
+                        run_folder=str(run_folder),
+                        on_incident=on_incident,
+                    ),
+                ],
             ),
-            datasets={"train": in_step_order(feed.dataset(data, "train", home), plan)},
-            dataset_config=DataConfig(execution_options=_ordered()),
+            datasets={feed.NAME: feed.Stream.of(data, home, plan, order, partial(_step_to_go_on_from, run_folder))},
+            dataset_config=feed.Dealing(config.parallel),
         )
         logger.info("run %s of %s: %d steps of %d rows", run_id, name, plan.steps, plan.global_batch_size)
-        outcome = _fit(trainer, workers=workers.max, run_folder=run_folder)
+        outcome = fit(trainer, control, config, run_folder)
     position = outcome.position
     return TrainingResult(
         run_id=run_id,
@@ -132,17 +159,6 @@ def train(
         tokens_per_s=outcome.tokens_per_s,
         loss_tokens=position.loss_tokens,
     )
-
-
-def in_step_order(dataset: Any, plan: StepPlan) -> Any:
-    """`dataset` cut so that Ray Data deals its rows to the workers as `StepPlan.rows_of` says.
-
-    With `preserve_order`, the splitter behind `get_dataset_shard` hands each block to the worker that has the
-    fewest rows (`OutputSplitter._select_next_output_index`, ray 2.60). Blocks of exactly one micro-batch
-    therefore go round the workers in turn, the same in every epoch, after every restart, at every world size.
-    """
-    whole_batches = dataset.select_columns(list(COLUMNS)).limit(plan.rows_per_epoch)
-    return whole_batches.repartition(target_num_rows_per_block=plan.micro_batch_size, strict=True)
 
 
 def _plan(config: TrainConfig, data: DataVersion) -> StepPlan:
@@ -157,50 +173,16 @@ def _plan(config: TrainConfig, data: DataVersion) -> StepPlan:
         steps=config.steps,
         global_batch_size=config.optimizer.global_batch_size,
         micro_batch_size=config.optimizer.micro_batch_size,
-        world_size=config.parallel.workers.max,
+        world_size=Layout.of(config.parallel, config.parallel.workers.max).data,
     )
 
 
-def _ordered() -> Any:
-    options = DataConfig.default_ingest_options()
-    options.preserve_order = True
-    return options
+def _step_to_go_on_from(run_folder: Path) -> int:
+    """Of the checkpoints kept, the oldest: Ray Train may not have seen the newer ones before its workers were lost."""
+    return min((int(folder.name.removeprefix("step-")) for folder in run_folder.glob("step-*")), default=0)
 
 
-def _work(settings: Mapping[str, Any]) -> Outcome | Refusal:
+def _work(settings: Mapping[str, Any]) -> Outcome | Stopped:
     from actors.training import loop  # torch, transformers and peft: seconds that the driver need not spend
 
     return loop.run(settings["job"])
-
-
-def _fit(trainer: TorchTrainer, *, workers: int, run_folder: Path) -> Outcome:
-    with _interruptible():
-        try:
-            returned: Outcome | Refusal = trainer.fit().return_value
-        except TrainingFailedError as error:
-            logger.debug("the fit failed", exc_info=error)
-            raise verdict.explain(error, workers=workers, run_folder=run_folder) from None
-    if isinstance(returned, Refusal):
-        raise returned.error
-    if returned is None:
-        raise TrainingError("The run ended without a result.", hint="Start it again with the same run id.")
-    return returned
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C as everywhere else: the run is stopped and `KeyboardInterrupt` goes on to the caller.
-
-    `fit` puts its own SIGINT handler in place, ends the process with `SystemExit(0)` after stopping the workers,
-    and leaves the handler there for good (`DataParallelTrainer._register_sigint_handler`, ray 2.60).
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit:
-        raise KeyboardInterrupt from None
-    finally:
-        signal.signal(signal.SIGINT, before)

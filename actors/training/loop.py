@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed
 
-from actors.training import batching, checkpoint, optimizer
+from actors.training import batching, checkpoint, optimizer, sharing
+from actors.training import feed as feeds
 from actors.training.batching import MicroBatch
 from actors.training.engine import Place, build
 from actors.training.job import Job, Outcome, Position, Refusal, checkpoint_id
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 Feed = Callable[[StepPlan, int], Iterator[MicroBatch]]
-"""Called with the plan and a step: the micro-batches of this worker's share from that step on, without end."""
+"""Called with the plan and a step: the micro-batches of this worker's share from that step to the last."""
 
 
 class Reporter(Protocol):
@@ -207,13 +208,17 @@ def run(job: Job) -> Outcome | Refusal:
         wanted = job.config.parallel.threads_per_worker
         torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // context.get_local_world_size()))
 
+    layout = Layout.of(job.config.parallel, place.world_size)
+    reads = layout.reader(place.rank) == place.rank
+    dealt = feeds.opened() if reads else None  # before the model, so that its first rows come while that is loaded
+
     def feed(plan: StepPlan, step: int) -> Iterator[MicroBatch]:
-        shard = ray.train.get_dataset_shard("train")
-
-        def epoch() -> Any:
-            return shard.iter_batches(batch_size=plan.micro_batch_size, batch_format="pyarrow", prefetch_batches=2)
-
-        return batching.micro_batches(epoch, plan, step)
+        share = layout.data_rank(place.rank)
+        own = batching.micro_batches(dealt, plan, rank=share, start=step) if dealt else None
+        if layout.data == place.world_size:
+            assert own is not None
+            return own
+        return sharing.shared(own, reader=layout.reader(place.rank), group=sharing.group(layout))
 
     committed = ray.train.get_checkpoint()
     report = _RayReporter(job, place)

@@ -13,6 +13,9 @@ from cluster.errors import ConfigError
 COLUMNS = ("input_ids", "labels", "position_ids")
 """What a row is to a model: three lists of one length, whole numbers."""
 
+POSITION, ROW, SAMPLES = "position", "row", "sample_ids"
+"""What a row is to the accounts: its position in the run, its number in its split, the ids packed into it."""
+
 
 @dataclass(frozen=True)
 class StepPlan:

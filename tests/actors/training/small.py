@@ -12,7 +12,8 @@ from actors.training.batching import NO_LOSS, MicroBatch, micro_batches
 from actors.training.config import TrainConfig
 from actors.training.engine import Place
 from actors.training.job import Job, Position
-from actors.training.steps import StepPlan
+from actors.training.order import Order
+from actors.training.steps import POSITION, StepPlan
 from cluster.models import obtain
 from cluster.progress import silent
 from cluster.storage import Home
@@ -49,21 +50,27 @@ def packed_rows(count: int, *, length: int, seed: int) -> pa.Table:
         rows["input_ids"].append(ids + [PADDING] * gap)
         rows["labels"].append(labels + [NO_LOSS] * gap)
         rows["position_ids"].append(positions + list(range(gap)))
-    return pa.table({name: pa.array(values, pa.list_(pa.int32())) for name, values in rows.items()})
+    columns = {name: pa.array(values, pa.list_(pa.int32())) for name, values in rows.items()}
+    sample_ids = [[f"sample-{row}-{number}" for number in range(1 + row % 3)] for row in range(count)]
+    return pa.table(columns | {"sample_ids": sample_ids, "row": pa.array(range(count), pa.int64())})
 
 
-def memory_feed(table: pa.Table, rank: int = 0) -> Callable[[StepPlan, int], Iterator[MicroBatch]]:
-    """The feed that Ray Data must equal: the rows that the plan names, taken from a table."""
+def memory_feed(table: pa.Table, rank: int = 0, *, seed: int = 0) -> Callable[[StepPlan, int], Iterator[MicroBatch]]:
+    """The feed that Ray Data must equal: the rows that plan and order name, taken from a table."""
 
     def feed(plan: StepPlan, step: int) -> Iterator[MicroBatch]:
-        def epoch() -> Iterator[pa.Table]:
-            for each in range(plan.steps_per_epoch):
-                for numbers in plan.rows_of(each, rank):
-                    yield table.take(numbers)
-
-        return micro_batches(epoch, plan, step)
+        return micro_batches(shares(table, plan, rank, step, seed=seed), plan, rank=rank, start=step)
 
     return feed
+
+
+def shares(table: pa.Table, plan: StepPlan, rank: int, start: int, *, seed: int = 0) -> Iterator[pa.Table]:
+    """What a rank is dealt: its rows of each step, with their positions."""
+    order = Order.of(plan, seed=seed, shuffle=True)
+    for step in range(start, plan.steps):
+        begin = plan.first(step, rank)
+        positions = pa.array(range(begin, begin + plan.share), pa.int64())
+        yield table.take(order.rows_at(begin, begin + plan.share)).append_column(POSITION, positions)
 
 
 class Remembered:

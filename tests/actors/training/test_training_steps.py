@@ -1,4 +1,4 @@
-"""Every row of an epoch belongs to exactly one step, the same one at every world size."""
+"""A step takes the next positions of the run, the same ones at every world size."""
 
 import pytest
 
@@ -13,19 +13,18 @@ def plan(world_size: int = 1, micro: int = 1, rows: int = 50) -> StepPlan:
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
 def test_a_step_takes_the_next_global_batch_whatever_the_world_size(world_size: int, micro: int) -> None:
     spread = plan(world_size, micro)
-    for step in range(spread.steps_per_epoch):
-        taken = [row for rank in range(world_size) for batch in spread.rows_of(step, rank) for row in batch]
-        assert sorted(taken) == list(range(step * 8, step * 8 + 8))
-
-
-def test_the_next_epoch_begins_with_the_first_row_again() -> None:
-    assert plan().steps_per_epoch == 6
-    assert plan().epoch(5) == 0
-    assert plan().epoch(6) == 1
-    assert plan(world_size=2).rows_of(6, 1) == plan(world_size=2).rows_of(0, 1)
+    assert spread.share == micro * spread.accumulation
+    taken = [
+        spread.first(step, rank) + index
+        for step in range(spread.steps)
+        for rank in range(world_size)
+        for index in range(spread.share)
+    ]
+    assert taken == list(range(spread.positions))
 
 
 def test_rows_that_fill_no_batch_are_left_out() -> None:
+    assert plan(rows=50).steps_per_epoch == 6
     assert plan(rows=50).rows_per_epoch == 48
 
 
