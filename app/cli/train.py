@@ -1,5 +1,7 @@
 """`flywheel train`: execute a recipe up to its registered version."""
 
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,27 +11,61 @@ from app import recipe as recipes
 from app.cli import scores
 from app.cli.output import AsJson, Assignments, notes, show, table
 from app.display import Display
+from cluster.errors import ConfigError
 from cluster.storage import Home
 
 if TYPE_CHECKING:
+    from actors.training.ledger import Audit
     from app.pipelines.train import Turn
 
-EXAMPLES = "Examples: `flywheel train error-triage` · `flywheel train my.yaml --set steps=20 --no-evaluate`"
+EXAMPLES = (
+    "Examples: `flywheel train error-triage` · `flywheel train my.yaml --set steps=20 --no-evaluate` · "
+    "`flywheel train --audit RUN`"
+)
 
 
 def run(
-    recipe: Annotated[str, typer.Argument(help="Recipe: a path or a shipped name.")],
+    recipe: Annotated[str | None, typer.Argument(help="Recipe: a path or a shipped name.")] = None,
     evaluate: Annotated[bool, typer.Option(help="Evaluate, register and promote as the recipe says.")] = True,
+    audit: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Train nothing; prove which rows a run was trained on.")
+    ] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Data, training, evaluation, registration: what the recipe says, on Ray."""
+    if audit is not None:
+        _audit(audit, as_json=as_json)
+        return
+    if recipe is None:
+        raise ConfigError("There is no recipe to train.", hint="`flywheel train --help` shows how it is called.")
     settings = recipes.load(recipe, assignments or ())
     from app.pipelines import train  # imports ray, torch and transformers
 
     with Display(notes) as display:
         turn = train.run(settings, Home.current(), display, evaluate=evaluate)
     show(facts(turn), lambda console: draw(console, turn), as_json=as_json)
+
+
+def _audit(run_id: str, *, as_json: bool) -> None:
+    """Exit code 1 if the run lost or repeated a row, or if nothing proves that it did not."""
+    from app.pipelines.audit import audit
+
+    found = audit(run_id, Home.current())
+    show({"run": run_id, **asdict(found), "exact": found.exact}, partial(_draw_audit, run_id, found), as_json=as_json)
+    if not found.exact:
+        raise typer.Exit(1)
+
+
+def _draw_audit(run_id: str, found: "Audit", console: Console) -> None:
+    columns = ["epoch", "rows seen", "lost", "repeated", "samples", "left out"]
+    rows = [(e.epoch + 1, e.seen, e.lost, e.repeated, e.samples, e.unused) for e in found.epochs]
+    total = ("all", found.seen, found.lost, found.repeated, found.samples, "")
+    console.print(table(f"Rows of run {run_id} up to step {found.step}", columns, [*rows, total]))
+    for doubt in found.doubts:
+        console.print(f"Not proven: {doubt}.")
+    if found.proven:
+        console.print("Proven: seed and data version give the same digests of rows and samples.")
 
 
 def facts(turn: "Turn") -> dict[str, Any]:
