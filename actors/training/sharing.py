@@ -1,4 +1,4 @@
-"""Ranks that work on the same rows: one of them reads, the others receive."""
+"""What ranks tell each other of rows: those that work on the same ones share them, and all account for theirs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +8,7 @@ import torch.distributed
 
 from actors.training.batching import MicroBatch
 from actors.training.layout import Layout
+from actors.training.ledger import Ledger
 from actors.training.steps import COLUMNS
 from cluster.errors import TrainingError
 
@@ -34,6 +35,15 @@ def shared(batches: Iterator[MicroBatch] | None, *, reader: int, group: Any) -> 
     All micro-batches have one shape. Receivers know no `origin`. If reading fails, it fails on every rank.
     """
     return _sent(batches, reader, group) if batches is not None else _received(reader, group)
+
+
+def gathered(segment: Ledger, *, rank: int, world_size: int) -> list[Ledger]:
+    """What all ranks have noted, on rank 0; nothing on the others. Called on every rank."""
+    if world_size == 1:
+        return [segment]
+    every: list[Ledger] | None = [segment] * world_size if rank == 0 else None
+    torch.distributed.gather_object(segment, every)
+    return every or []
 
 
 def _sent(batches: Iterator[MicroBatch], reader: int, group: Any) -> Iterator[MicroBatch]:
