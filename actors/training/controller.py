@@ -5,28 +5,30 @@ peft, so that the process that shows the progress stays light.
 """
 
 import logging
-import signal
-import threading
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig
 
 from actors.data.version import DataVersion
-from actors.training import feed, verdict
+from actors.training import control as controls
+from actors.training import feed
 from actors.training.config import TrainConfig
-from actors.training.job import Job, OnCheckpoint, Outcome, Refusal
+from actors.training.control import Incident
+from actors.training.fit import fit, require_room
+from actors.training.job import Job, OnCheckpoint, OnIncident, Outcome, Stopped
 from actors.training.layout import Layout
 from actors.training.order import Order
+from actors.training.ray_internals import RunWatch, TermHandler, Trainer
 from actors.training.steps import StepPlan
-from cluster.errors import ConfigError, TrainingError
+from cluster.errors import ConfigError
 from cluster.models import StoredModel, require_signed
 from cluster.progress import Sink, relayed, silent
 from cluster.signing import Verifier

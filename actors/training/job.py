@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from actors.training.config import TrainConfig
 from actors.training.control import Incident
-from cluster.errors import FlywheelError
 from cluster.models import StoredModel
 from cluster.progress import Sink
 from cluster.storage import Home
@@ -38,6 +38,8 @@ class Job:
     """The tracker's id of the run; None if nobody shows it."""
     sink: Sink
     on_checkpoint: OnCheckpoint
+    control: Any = field(default=None, repr=False)
+    """Handle of the run's `RunControl`; None if nobody controls it."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,10 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """An error that another try would only repeat. Returned, not raised: Ray Train retries what is raised."""
+class Stopped:
+    """What a run leaves that was asked to end before its last step. It can be taken up again."""
 
-    error: FlywheelError
+    position: Position
 
 
 def checkpoint_id(run_id: str, step: int) -> str:

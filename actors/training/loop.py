@@ -21,11 +21,13 @@ import torch.distributed
 from actors.training import batching, checkpoint, optimizer, sharing
 from actors.training import feed as feeds
 from actors.training.batching import MicroBatch
+from actors.training.control import ControlLink, Link, Unlinked, Wish
 from actors.training.engine import Place, build
-from actors.training.job import Job, Outcome, Position, Refusal, checkpoint_id
+from actors.training.job import Job, Outcome, Position, Stopped, checkpoint_id
 from actors.training.layout import Layout
 from actors.training.metrics import MetricLog
 from actors.training.objectives import sft
+from actors.training.ray_internals import here
 from actors.training.steps import StepPlan
 from cluster.errors import FlywheelError, TrainingError
 from cluster.models import require_signed
@@ -50,8 +52,11 @@ class Reporter(Protocol):
     def checkpoint(self, position: Position, folder: Path, metrics: Mapping[str, float]) -> None: ...
 
 
-def train(job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | None) -> Outcome:
-    """The recipe. `resume` is the folder of a checkpoint of the same run."""
+def train(
+    job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | None, link: Link | None = None
+) -> Outcome | Stopped:
+    """The recipe. `resume` is the folder of a checkpoint of the same run; `link` says what the run is asked to do."""
+    link = link or Unlinked()
     config = job.config
     layout = Layout.of(config.parallel, place.world_size)
     plan = StepPlan(
@@ -69,6 +74,7 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | N
     if resume:
         position = checkpoint.load(resume, engine, run_id=job.run_id)
         report.resumed(position, resume)
+        link.committed(position.step)
 
     batches = feed(plan, position.step)
     counts = layout.reader(place.rank) == place.rank  # of the ranks that share rows, one counts them
@@ -81,16 +87,21 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | N
         # (Python's hash of integers is the same in every process.) Ranks that share rows share them too.
         torch.manual_seed(hash((config.seed, step, layout.data_rank(place.rank))))
 
+        link.at("data", step)
         micro = [next(batches).to(place.device) for _ in range(plan.accumulation)]
+        link.at("collective", step)
         # The whole global batch is counted before the first backward: it is what each token's share is of.
         mine = [sum(map(sft.count_loss_tokens, micro)), sum(batch.tokens for batch in micro)] if counts else [0, 0]
-        loss_tokens, tokens = _total(place, *mine)
+        # What any worker has been asked to do, all do: after this very step.
+        loss_tokens, tokens, *votes = _total(place, *mine, *link.votes())
+        link.at("compute", step)
         if not loss_tokens:
             raise TrainingError(
                 f"Step {step + 1} has no token to learn from.", hint="Check the labels of the data version."
             )
         result = engine.step(micro, loss_tokens=loss_tokens, learning_rate=rate)
         norm = result.grad_norm
+        link.at("collective", step)
         mean = _total(place, result.loss_sum)[0] / loss_tokens
         if not math.isfinite(mean) or not math.isfinite(norm):
             raise TrainingError(
@@ -115,11 +126,22 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | N
             loss_last=mean,
             loss_tokens=position.loss_tokens + int(loss_tokens),
         )
+        link.at("compute", position.step)
         if place.rank == 0:
             report.step(position, metrics)
-        if position.step % config.checkpoint.every_steps == 0 or position.step == plan.steps:
+        wish = link.agreed(votes)
+        if wish or position.step % config.checkpoint.every_steps == 0 or position.step == plan.steps:
+            link.at("checkpoint", position.step)
             folder = checkpoint.save(job.run_folder, position, engine, rank=place.rank)
             report.checkpoint(position, folder, metrics)
+            link.committed(position.step)
+        if wish:
+            link.done()
+        if wish is Wish.CHECKPOINT_AND_WAIT:
+            link.stand_still(position.step, config.elastic.resize_wait_s)
+        if wish is Wish.STOP and position.step < plan.steps:
+            engine.close()
+            return Stopped(position)
     engine.close()
     assert folder is not None  # steps >= 1, so there is a last checkpoint: saved here or resumed from
     return Outcome(
@@ -200,7 +222,7 @@ class _RayReporter:
             self._metrics.close()
 
 
-def run(job: Job) -> Outcome | Refusal:
+def run(job: Job) -> Outcome | Stopped:
     """The training function that Ray Train runs on every worker, again after each restart of the group."""
     context = ray.train.get_context()
     place = Place(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
@@ -222,12 +244,12 @@ def run(job: Job) -> Outcome | Refusal:
 
     committed = ray.train.get_checkpoint()
     report = _RayReporter(job, place)
+    control = job.control
+    link = ControlLink(control, rank=place.rank, node=here(), every_s=job.config.elastic.notice_s) if control else None
     try:
-        return train(job, place, feed, report, Path(committed.path) if committed else None)
-    except FlywheelError as error:
-        if error.retryable:
-            raise
-        logger.error("rank %d: %s", place.rank, error)
-        return Refusal(error)
+        # Whether another try would help is judged where all ranks' errors are seen: `ray_internals.RunWatch`.
+        return train(job, place, feed, report, Path(committed.path) if committed else None, link)
     finally:
         report.close()
+        if link is not None:
+            link.close()
