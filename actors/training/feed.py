@@ -134,9 +134,14 @@ def _joined(
 def shares(dealt: Any) -> Iterator[pa.Table]:
     """The share of each step, as rows again. `dealt` is what `ray.train.get_dataset_shard(NAME)` gives a reader."""
     for block in dealt.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
-        for row in range(block.num_rows):
-            part = block.slice(row, 1)
-            yield pa.table({name: part.column(name).combine_chunks().flatten() for name in part.schema.names})
+        yield from rows_of(block)
+
+
+def rows_of(shares: pa.Table) -> Iterator[pa.Table]:
+    """The rows of each share in a block of the stream."""
+    for number in range(shares.num_rows):
+        share = shares.slice(number, 1)
+        yield pa.table({name: share.column(name).combine_chunks().flatten() for name in share.schema.names})
 
 
 class _Shares(Datasource):
@@ -214,13 +219,17 @@ class _Groups:
         return table
 
     def _group(self, file: int, group: int) -> pa.Table:
+        columns = [*COLUMNS, ROW, SAMPLES]
         if (file, group) not in self._groups:
             try:
                 with pq.ParquetFile(self._files[file]) as opened:
                     # One thread: the cores are the trainers'.
-                    table = opened.read_row_group(group, columns=[*COLUMNS, ROW, SAMPLES], use_threads=False)
+                    table = opened.read_row_group(group, columns=columns, use_threads=False)
             except (pa.ArrowException, OSError, IndexError) as error:
                 raise self._damaged(f"{self._files[file]} cannot be read: {error}") from None
+            if table.num_columns != len(columns):
+                missing = set(columns) - set(table.column_names)
+                raise self._damaged(f"{self._files[file]} has no {', '.join(sorted(missing))}")
             self._groups[file, group] = table
         self._groups.move_to_end((file, group))
         if len(self._groups) > self._keep:
