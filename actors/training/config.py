@@ -202,12 +202,19 @@ class TrainConfig(Config):
                     f"global_batch_size {batch} is not divisible by {workers // replica} data-parallel workers × "
                     f"micro_batch_size {micro}"
                 )
-        if (
-            self.parallel.pipeline > 1
-            and batch // (self.parallel.workers.max // replica * micro) < self.parallel.pipeline
-        ):
+        pipeline = self.parallel.pipeline
+        count = batch // (self.parallel.workers.max // replica * micro)
+        if pipeline > 1 and count < pipeline:
             raise ValueError(
-                f"a pipeline of {self.parallel.pipeline} needs at least as many micro-batches a step; "
+                f"a pipeline of {pipeline} needs at least as many micro-batches a step; "
                 "raise global_batch_size or lower micro_batch_size"
+            )
+        rounds = count // pipeline
+        if self.parallel.schedule == "interleaved" and count % rounds:
+            # Narayanan et al. 2021 (arXiv:2104.04473): ranks change between their two ranges after each round.
+            raise ValueError(
+                f"schedule interleaved takes the {count} micro-batches of a step in {rounds} rounds of one size, which "
+                f"they do not fill: make global_batch_size a multiple of "
+                f"{pipeline * batch // count}, or use schedule 1f1b"
             )
         return self

@@ -7,6 +7,7 @@ their data, which is where the tokens to exchange are.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from actors.training.config import ParallelConfig
 from cluster.errors import ConfigError
@@ -87,3 +88,21 @@ class Layout:
     def readers(self) -> tuple[int, ...]:
         """One rank for every share, in the order of the shares."""
         return tuple(share * self.context * self.tensor for share in range(self.data))
+
+
+def layer_ranges(layers: int, stages: int) -> tuple[range, ...]:
+    """Which layers each stage of a pipeline holds. Those left over go to the middle.
+
+    The first stage has the embedding besides, the last one the output head, which is as much work as several layers.
+    """
+    if layers < stages:
+        raise ConfigError(
+            f"A model of {layers} layers cannot be cut into {stages} stages.",
+            hint="Lower parallel.pipeline, or use parallel.schedule 1f1b, which needs one stage a rank, not two.",
+        )
+    each, rest = divmod(layers, stages)
+    first = (stages - rest) // 2
+    ends = [0]
+    for stage in range(stages):
+        ends.append(ends[-1] + each + (first <= stage < first + rest))
+    return tuple(range(*bounds) for bounds in pairwise(ends))

@@ -5,6 +5,7 @@ It gives a *sum*; the loop divides by the loss tokens of the whole global batch,
 nor the number of workers changes the gradient. It knows nothing about workers, steps or the optimizer.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,6 +32,23 @@ def count_loss_tokens(batch: MicroBatch) -> int:
     return int((targets(batch.labels, batch.position_ids) != NO_LOSS).sum())
 
 
+def summed_loss(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    position_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Summed cross-entropy in nats, fp32 scalar, of [B, T, H] `hidden` (after the last norm); labels are [B, T].
+
+    Logits exist for the loss positions alone, [N, V] instead of [B, T, V]. Without any, the loss is a 0 that
+    still has a gradient (of zeros), as those who exchange gradients expect.
+    """
+    wanted = targets(labels, position_ids)
+    learned = wanted != NO_LOSS
+    logits = head(hidden[:, :-1][learned])
+    return functional.cross_entropy(logits.float(), wanted[learned], reduction="sum")
+
+
 class SftObjective(torch.nn.Module):
     """`model` is a causal language model of transformers, with its adapter in place.
 
@@ -51,15 +69,9 @@ class SftObjective(torch.nn.Module):
         self.precision = precision
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Summed cross-entropy in nats, fp32 scalar. Inputs are [B, T] int64.
-
-        Logits exist for the loss positions alone, [N, V] instead of [B, T, V].
-        """
+        """`summed_loss` of the model's predictions. Inputs are [B, T] int64."""
         low = self.precision == "bf16"
         with torch.autocast(input_ids.device.type, torch.bfloat16) if low else nullcontext():
             decoder = self.model.get_decoder()
             hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-            wanted = targets(labels, position_ids)
-            learned = wanted != NO_LOSS
-            logits = self.model.get_output_embeddings()(hidden[:, :-1][learned])
-        return functional.cross_entropy(logits.float(), wanted[learned], reduction="sum")
+            return summed_loss(self.model.get_output_embeddings(), hidden, labels, position_ids)

@@ -1,0 +1,212 @@
+"""The engine whose ranks share the layers: each holds a range of them, and micro-batches pass from rank to rank.
+
+Knows schedules, and what the stages of one model must tell each other: the norm of the whole gradient, and the
+gradient of an embedding that two of them hold. How a model is cut stands in `models/stages.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from actors.training import adapter, mesh, objectives, optimizer
+from actors.training.batching import MicroBatch
+from actors.training.config import TrainConfig
+from actors.training.engine import Place, StepResult
+from actors.training.layout import Layout
+from actors.training.models import stages
+from actors.training.objectives import sft
+from actors.training.steps import COLUMNS
+from cluster.errors import TrainingError
+
+
+class PipelineEngine:
+    """1F1B or interleaved 1F1B, with DDP, FSDP or HSDP around each stage. See `engine.Engine`.
+
+    With an embedding that is also the output head and learns, first and last stage hold a copy each. Both see
+    the sum of their two gradients, so AdamW keeps them equal; the first stage's is the one that counts.
+    """
+
+    def __init__(self, config: TrainConfig, base: Path, base_name: str, place: Place, layout: Layout) -> None:
+        self.model = adapter.trainable(config, base, base_name, place.device)
+        objectives.build(config, self.model)  # refuses a model that it does not fit
+        self._config = config
+        self._layout = layout
+        self._device = place.device
+        self._mesh = mesh.build(layout, place.device)
+        self._group = self._mesh.get_group("pipeline")
+        self._coordinate = layout.place_of(place.rank)["pipeline"]
+        self._tells_loss = layout.place_of(place.rank)["tensor"] == 0
+
+        ranges = 2 if config.parallel.schedule == "interleaved" else 1
+        self._count = ranges * layout.pipeline
+        self._mine = [self._coordinate + layout.pipeline * each for each in range(ranges)]
+        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        self._hidden = (embedding.shape[1], embedding.dtype)
+        tied = embedding is head and embedding.requires_grad
+        cut = stages.cut(self.model, self._mine, self._count, sft.summed_loss, config.precision)
+        del embedding, head  # of the ranks that lack a stage for them, the last references
+        if config.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._modules = [_parallelize(each.to(place.device), config, layout, self._mesh) for each in cut]
+        self.model.train()
+        for module in self._modules:
+            module.train()
+
+        self._learning = adapter.learning(self.model)
+        self._adamw = optimizer.build(config.optimizer, self._learning.values())
+        self._twin = self._take_twin() if tied else None
+        self._schedule: Any = None
+        self._shape: tuple[int, ...] = ()
+        self._scale = 1.0
+
+    def step(self, micro: Sequence[MicroBatch], *, loss_tokens: float, learning_rate: float) -> StepResult:
+        optimizer.set_learning_rate(self._adamw, learning_rate)
+        # Every rank of the pipeline was given one seed for the step: without this, layers would share their dropout.
+        torch.manual_seed((torch.initial_seed() + self._coordinate) % 2**63)
+        # DDP and FSDP average over the data ranks; times their number makes it the sum.
+        self._scale = self._layout.data / loss_tokens
+        batch = _together(micro)
+        schedule = self._schedule_for(len(micro), batch.input_ids.shape)
+        first, last = 0 in self._mine, self._count - 1 in self._mine
+        losses: list[torch.Tensor] = []
+        with adapter.same_dtype_inputs(self.model):
+            schedule.step(
+                *([batch.input_ids] if first else []),
+                position_ids=batch.position_ids,
+                labels=batch.labels,
+                target=batch.labels if last else None,  # unused, but asked for
+                losses=losses if last else None,
+                return_outputs=False,
+            )
+        summed = float(torch.stack(losses).double().sum()) / self._scale if last and self._tells_loss else 0.0
+        norm = self._clip()
+        self._adamw.step()
+        self._adamw.zero_grad()
+        return StepResult(summed, norm)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        optimizer.begin(self._adamw)
+        return optimizer.state(self._adamw, self._learning)
+
+    def load(self, state: Mapping[str, torch.Tensor], step: int) -> None:
+        optimizer.load(self._adamw, self._learning, state, step)
+        if self._twin is not None:
+            moments = self._adamw.state[self._twin]
+            moments["step"].fill_(step)
+            for tensor in (self._twin.detach(), *(moments[name] for name in optimizer.MOMENTS)):
+                theirs = self._exchange(tensor)
+                if self._coordinate:
+                    _local(tensor).copy_(theirs)
+
+    def close(self) -> None:
+        return None
+
+    def _schedule_for(self, count: int, shape: torch.Size) -> Any:
+        """The schedule of `count` micro-batches of `shape` [count · B, T], with the buffers that they pass through."""
+        if self._shape != (count, *shape):
+            self._shape = (count, *shape)
+            width, dtype = self._hidden
+            rows, length = shape[0] // count, shape[1]
+            # Given the shapes, torch has no need to run a batch through all stages to find them.
+            tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+            hidden = torch.empty(rows, length, width, dtype=dtype, device="meta", requires_grad=True)
+            loss = torch.empty((), device="meta", requires_grad=True)
+            ready = [
+                PipelineStage(
+                    module,
+                    index,
+                    self._count,
+                    self._device,
+                    input_args=hidden if index else tokens,
+                    output_args=hidden if index < self._count - 1 else loss,
+                    group=self._group,
+                )
+                for index, module in zip(self._mine, self._modules, strict=True)
+            ]
+            # The loss is a sum already: nothing to divide by the number of micro-batches.
+            self._schedule = (
+                ScheduleInterleaved1F1B(ready, count, self._scaled, scale_grads=False)
+                if len(ready) > 1
+                else Schedule1F1B(ready[0], count, self._scaled, scale_grads=False)
+            )
+        return self._schedule
+
+    def _scaled(self, summed_loss: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+        return summed_loss * self._scale
+
+    def _take_twin(self) -> torch.nn.Parameter | None:
+        """The copy that this rank holds of the tied embedding; the last stage's is no parameter with a name."""
+        if self._count - 1 in self._mine:
+            head = self.model.get_output_embeddings().weight
+            name = next(name for name, parameter in self._learning.items() if parameter is head)
+            return self._learning.pop(name)
+        return self.model.get_input_embeddings().weight if 0 in self._mine else None
+
+    def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the other one of first and last rank gives for its `tensor`, of the same shape; local parts both."""
+        mine = _local(tensor).contiguous()
+        theirs = torch.empty_like(mine)
+        peer = 0 if self._coordinate else self._layout.pipeline - 1
+        operations = [
+            torch.distributed.P2POp(torch.distributed.isend, mine, group=self._group, group_peer=peer),
+            torch.distributed.P2POp(torch.distributed.irecv, theirs, group=self._group, group_peer=peer),
+        ]
+        for work in torch.distributed.batch_isend_irecv(operations):
+            work.wait()
+        return theirs
+
+    def _clip(self) -> float:
+        """The norm of the whole gradient, which is clipped by it."""
+        if self._twin is not None and self._twin.grad is not None:
+            _local(self._twin.grad).add_(self._exchange(self._twin.grad))  # a + b = b + a, bit by bit
+        gradients = [parameter.grad for parameter in self._learning.values() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        squared = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+        torch.distributed.all_reduce(squared, group=self._group)
+        norm = squared.sqrt()
+        everything = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grads_with_norm_(everything, self._config.optimizer.max_grad_norm, norm)
+        return float(norm)
+
+
+def _parallelize(stage: stages.Stage, config: TrainConfig, layout: Layout, mesh: DeviceMesh) -> torch.nn.Module:
+    """`stage`, spread over the data ranks that hold it."""
+    layers = stage.decoder.layers
+    if config.compile:
+        for layer in layers:
+            layer.compile()
+    if layout.data == 1:
+        return stage
+    if config.parallel.strategy == "ddp":
+        return DistributedDataParallel(
+            stage, process_group=mesh.get_group("replicate"), broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+    shards = mesh["replicate", "shard"] if config.parallel.strategy == "hsdp" else mesh["shard"]
+    # Whole from the first micro-batch to the last: gathering the weights again for each of them would cost more
+    # than the pipeline saves.
+    for layer in layers:
+        fully_shard(layer, mesh=shards, reshard_after_forward=False)
+    return fully_shard(stage, mesh=shards, reshard_after_forward=False)
+
+
+def _together(micro: Sequence[MicroBatch]) -> MicroBatch:
+    """All micro-batches of a step one after the other, as the schedule wants to be given them."""
+    shapes = {tuple(batch.input_ids.shape) for batch in micro}
+    if len(shapes) > 1:
+        raise TrainingError(
+            f"A pipeline needs micro-batches of one shape; this step has {sorted(shapes)}.",
+            hint="Build the token version again, with rows of one length.",
+        )
+    return MicroBatch(**{name: torch.cat([getattr(batch, name) for batch in micro]) for name in COLUMNS})
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
