@@ -42,6 +42,8 @@ _SHARES = "flywheel.feed.shares"
 _READERS = 2
 _MAX_TASKS = 1000
 _WINDOWS_PER_TASK = 4
+_KEPT_BYTES = 512 << 20
+"""Of row groups, for versions of releases that wrote larger ones."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +233,13 @@ class _Groups:
                 missing = set(columns) - set(table.column_names)
                 raise self._damaged(f"{self._files[file]} has no {', '.join(sorted(missing))}")
             self._groups[file, group] = table
+            while len(self._groups) > self._keep or (len(self._groups) > 1 and self._kept_bytes() > _KEPT_BYTES):
+                self._groups.popitem(last=False)
         self._groups.move_to_end((file, group))
-        if len(self._groups) > self._keep:
-            self._groups.popitem(last=False)
         return self._groups[file, group]
+
+    def _kept_bytes(self) -> int:
+        return sum(table.nbytes for table in self._groups.values())
 
     def _read_group_ends(self, file: int) -> Rows:
         try:
