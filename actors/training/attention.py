@@ -33,6 +33,8 @@ def example_lengths(position_ids: torch.Tensor) -> list[int]:
     return lengths
 
 
+# The number of examples in a row and their lengths are data: a compiler would make a program for each.
+@torch.compiler.disable
 def packed_attention(
     _module: Any,
     query: torch.Tensor,
