@@ -3,12 +3,14 @@
 Work that runs in Ray workers gets a `Sink` from `relayed`; what it puts in comes out in the driver.
 """
 
+import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Progress:
 Sink = Callable[[Progress], None]
 
 _FETCH_PERIOD_S = 0.2
+_PATIENCE_S = 30.0
+"""How long anybody waits for a mailbox that does not answer. The first report may have to wait until it is up."""
 
 
 def silent(_: Progress) -> None:
@@ -34,7 +38,7 @@ def silent(_: Progress) -> None:
 
 
 class _Mailbox:
-    """A Ray actor that keeps reports until they are fetched. Calls of one worker come in the order it made them."""
+    """A Ray actor that keeps reports until they are fetched."""
 
     def __init__(self) -> None:
         self._reports: list[Progress] = []
@@ -48,18 +52,39 @@ class _Mailbox:
 
 
 class _RemoteSink:
-    """Picklable; sends reports and never makes the work wait or fail."""
+    """Picklable; a report lies in the mailbox when the call returns. Never makes the work fail.
+
+    That costs the work one round trip (about a millisecond), and it is what makes the end of a relay certain: Ray
+    promises no order between a worker's answer and calls that it left behind, and drops those of one that has died.
+    """
 
     def __init__(self, mailbox: Any) -> None:
         self._mailbox = mailbox
+        self._answers = True
 
     def __call__(self, progress: Progress) -> None:
-        self._mailbox.put.remote(progress)
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            sent = self._mailbox.put.remote(progress)
+            if self._answers:
+                ray.get(sent, timeout=_PATIENCE_S)
+        except RayError as error:
+            # The work waits only once: from now on reports are sent and not waited for.
+            if self._answers:
+                logger.warning("progress is not heard of any more: %s", type(error).__name__)
+            self._answers = False
 
 
 @contextmanager
 def relayed(sink: Sink) -> Iterator[Sink]:
-    """A sink that Ray workers can hold. Reports reach `sink` in this process, in the order of each worker."""
+    """A sink that Ray workers can hold. Reports reach `sink` in this process, in the order of each worker.
+
+    Every report whose call has returned before the block ends has reached `sink` when it has ended, whether its
+    worker lives or not. That does not hold for a mailbox that dies or hangs, with its node or the cluster: then
+    reports are lost, and a worker, or the end of the block, waits for at most `_PATIENCE_S`.
+    """
     import ray  # heavy, and only needed once Ray runs
     from ray.exceptions import RayError
 
@@ -67,19 +92,15 @@ def relayed(sink: Sink) -> Iterator[Sink]:
     ended = threading.Event()
 
     def fetch() -> None:
-        try:
-            while True:
+        # The cluster may go, or the mailbox: then there is nobody left to hear from.
+        with suppress(RayError):
+            ending = False
+            while not ending:
+                # Taken after the end, so after all that was put before it.
                 ending = ended.wait(_FETCH_PERIOD_S)
                 reports: list[Progress] = ray.get(mailbox.take.remote())
                 for progress in reports:
                     sink(progress)
-                # Reports may still be on their way when the work has ended: a round without any is the last.
-                if ending and not reports:
-                    return
-                if ending:
-                    time.sleep(_FETCH_PERIOD_S)
-        except RayError:
-            return  # the cluster is going; there is nobody left to hear from
 
     thread = threading.Thread(target=fetch, name="progress-relay", daemon=True)
     thread.start()
@@ -87,5 +108,8 @@ def relayed(sink: Sink) -> Iterator[Sink]:
         yield _RemoteSink(mailbox)
     finally:
         ended.set()
-        thread.join(timeout=5)
-        ray.kill(mailbox)
+        thread.join(timeout=_PATIENCE_S)
+        if thread.is_alive():
+            logger.warning("the last progress reports are lost: their mailbox does not answer")
+        with suppress(RayError):  # it may be gone, and the cluster with it
+            ray.kill(mailbox)

@@ -49,10 +49,9 @@ from actors.registry.serving import ServingBook, ServingReport
 from actors.registry.snapshot import Change, Snapshot
 from actors.registry.state import State, snapshot
 from actors.registry.store import EventStore, SqlEventStore
-from actors.registry.upload import LOCK
 from cluster.database import open_engine, without_password
 from cluster.errors import DependencyError, FlywheelError, RequestError, StateError
-from cluster.storage import Home, only_one
+from cluster.storage import LOCK, Home, only_one
 from cluster.tracking import MlflowTracker, Tracker, prepare_tracking
 
 LONGEST_POLL_S: Final = 60.0

@@ -10,7 +10,8 @@ freed before it has been untouched, and nothing has happened to its version, for
 
 A registration touches the folder that it publishes, or finds, under the same lock that `collect` holds while it takes
 one away; and it makes the files again if they are gone. So one that runs at this moment is spared by the grace period,
-or comes later and has its own copy.
+or comes later and has its own copy. What is only on its way has a lock of its own, held by who writes it: it is left
+alone however short the grace period is.
 """
 
 import logging
@@ -20,7 +21,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,9 +29,9 @@ from typing import Final, Literal, TypeVar
 
 from actors.registry.facts import CheckpointFact, EvaluationFact, RunFact, Version
 from actors.registry.state import State, held, versions_of
-from actors.registry.upload import FOLDER_DIGITS, LOCK, UPLOAD_PREFIX, claim
+from actors.registry.upload import FOLDER_DIGITS, UPLOAD_PREFIX, unclaimed
 from cluster.signing import SIGNATURE_SUFFIX, signature_path
-from cluster.storage import PARTIAL_PREFIX, Home, only_one
+from cluster.storage import LOCK, PARTIAL_PREFIX, Home, abandoned, only_one
 
 What = Literal["version", "signature", "upload", "scratch", "trash", "cached adapter", "checkpoint"]
 
@@ -294,8 +295,13 @@ def _kind_of(path: Path) -> What | None:
 
 
 def _is_stray(path: Path, folder_name: re.Pattern[str]) -> bool:
-    name = path.name.removesuffix(SIGNATURE_SUFFIX)
-    return name != path.name and bool(folder_name.fullmatch(name)) and not path.with_name(name).exists()
+    folder = _signed_by(path)
+    return folder != path and bool(folder_name.fullmatch(folder.name)) and not folder.exists()
+
+
+def _signed_by(signature: Path) -> Path:
+    """The folder beside it that a signature is for."""
+    return signature.with_name(signature.name.removesuffix(SIGNATURE_SUFFIX))
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -332,6 +338,8 @@ def _remove(item: Item, plan_: Plan, home: Home, state: Callable[[], State]) -> 
             return "it is gone already"
         if now.touched_at != found.touched_at:
             return "somebody has used it since the plan was made"
+        if found.what == "signature" and _signed_by(found.path).exists():
+            return "the folder that it signs has come"
         # First out of everybody's sight, then looked at again: whoever comes between finds nothing and copies anew.
         found.path.rename(trash)
         if not _still_free(item, plan_, home, state()):
@@ -355,11 +363,15 @@ def _still_free(item: Item, plan_: Plan, home: Home, state: State) -> bool:
 @contextmanager
 def _held(found: Found, home: Home) -> Iterator[bool]:
     """Whether nobody else can publish, write or delete it now, for as long as the block runs."""
-    if found.what == "upload" and (found.path / "journal").exists():
-        with claim(found.path, patient=False) as upload:
-            yield upload is not None
-    elif found.path.is_relative_to(home.versions):
-        with only_one(found.path.parent / LOCK):
-            yield True
+    if found.what == "upload":
+        with unclaimed(found.path) as ours:
+            yield ours
+    elif found.path.is_relative_to(home.versions) or found.path.is_relative_to(home.adapter_cache):
+        with only_one(found.path.parent / LOCK), _abandoned(found) as ours:
+            yield ours
     else:
         yield True
+
+
+def _abandoned(found: Found) -> AbstractContextManager[bool]:
+    return abandoned(found.path) if found.what == "scratch" else nullcontext(True)

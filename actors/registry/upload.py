@@ -6,7 +6,7 @@ nothing can time out. Under `versions/<name>/` there is
     <12 digits of the digest>/       a version's files and its card, whole and for ever
     <12 digits of the digest>.sig    its signature
     .partial-upload-<id>/            a copy on its way: `files/`, and `journal`, which says how far it is
-    .lock                            held while a folder appears, or is taken away by `gc`
+    .lock                            held while a folder appears, an upload begins, or either is taken away by `gc`
 
 The id is made from the source, so whoever stages the same again after a crash goes on at the last whole part. A part
 is in the journal once it is on the disk and hashed. The signature is in place before its folder is: whoever dies
@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -38,7 +38,7 @@ from actors.registry.facts import Artifact, VersionFact
 from cluster import signing
 from cluster.errors import CapacityError, ConfigError, DependencyError
 from cluster.progress import Progress, Sink, silent
-from cluster.storage import PARTIAL_PREFIX, Home, digest_of, file_digests, only_one
+from cluster.storage import LOCK, PARTIAL_PREFIX, Home, digest_of, file_digests, is_still, only_one
 
 UPLOAD_PREFIX: Final = f"{PARTIAL_PREFIX}upload-"
 FOLDER_DIGITS: Final = 12
@@ -53,8 +53,6 @@ _SPARE_BYTES: Final = 16 << 20
 _REPORT_EVERY_S: Final = 0.25
 _NO_SUCH_CALL: Final = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 _DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-LOCK: Final = ".lock"
-"""Held while a folder of this name's appears, is recorded, or is taken away."""
 _JOURNAL: Final = "journal"
 _FILES: Final = "files"
 
@@ -116,10 +114,10 @@ def stage(source: Path, card: Card, home: Home, name: str, sink: Sink = silent) 
                     if survey(source) != inspection.files:
                         raise _SourceChanged(source)
                 except _SourceChanged:
-                    shutil.rmtree(upload.folder)
+                    _discard(upload)
                     raise _changed(source) from None
                 published = finish(upload.files, digests, card, store, home)
-            shutil.rmtree(upload.folder, ignore_errors=True)
+            _discard(upload)
     return staged(name, card, inspection.size_bytes + len(content), published, home)
 
 
@@ -190,34 +188,55 @@ def put(
     if signature is None:
         signature = files.with_name(target.name + signing.SIGNATURE_SUFFIX)
         signed_by = signing.sign(files, home, digests, signature=signature)
-    with only_one(store / LOCK):
-        there = target.is_dir()
-        if not there:
-            signature.rename(signing.signature_path(target))
-            # Durable in this order too: after a power cut there is no folder without its signature.
-            _sync(store)
-            files.rename(target)
-        # `gc` spares what is young: between here and the registry's own record nothing points to the folder.
-        os.utime(target)
-        _sync(store)
-    return adopt(target, digest, home, what=what) if there else signed_by
+    while True:
+        with only_one(store / LOCK):
+            if not target.is_dir():
+                signature.rename(signing.signature_path(target))
+                # Durable in this order too: after a power cut there is no folder without its signature.
+                _sync(store)
+                files.rename(target)
+                # `gc` spares what is young: between here and the registry's own record nothing points to the folder.
+                os.utime(target)
+                _sync(store)
+                return signed_by
+        try:
+            return adopt(target, digest, home, what=what)
+        except Freed:
+            continue
+
+
+class Freed(Exception):
+    """A collection has taken a version away while it was looked at."""
 
 
 def adopt(target: Path, digest: str, home: Home, *, what: str) -> str:
-    """The key that signed the version at `target`, which must hold what `digest` says; it is signed if it was not."""
-    try:
-        with only_one(target.parent / LOCK):
-            os.utime(target)
+    """The key that signed the version at `target`, which must hold what `digest` says; it is signed if it was not.
+
+    Raises `Freed` if it is not there, or not any more.
+    """
+    with only_one(target.parent / LOCK):
+        if not target.is_dir():
+            raise Freed
+        os.utime(target)
+        _sync(target.parent)
+    with suppress(signing.SignatureError):
         return signing.verify(target, home, what=what, digest=digest)
-    except signing.SignatureError as error:
-        # What we hold in our hands has this digest, so we may vouch for it, whoever's signature is missing or void.
-        if error.reason == "changed" or digest_of(digests := file_digests(target)) != digest:
-            raise DependencyError(
-                f"{target} does not hold what its name says: somebody changed it.",
-                hint="Move that folder away and register again; versions that point to it are damaged.",
-                retryable=False,
-            ) from None
-        return signing.sign(target, home, digests)
+    # A collection may have taken it away under our eyes, or put it back: now it cannot. That this keeps others
+    # waiting for as long as the files are read is for damage only.
+    with only_one(target.parent / LOCK):
+        if not target.is_dir():
+            raise Freed
+        try:
+            return signing.verify(target, home, what=what, digest=digest)
+        except signing.SignatureError as error:
+            # What we hold in our hands has this digest, so we may vouch for it, whoever's signature is missing or void.
+            if error.reason == "changed" or digest_of(digests := file_digests(target)) != digest:
+                raise DependencyError(
+                    f"{target} does not hold what its name says: somebody changed it.",
+                    hint="Move that folder away and register again; versions that point to it are damaged.",
+                    retryable=False,
+                ) from None
+            return signing.sign(target, home, digests)
 
 
 def plain_copy(source: Path, target: Path) -> None:
@@ -247,18 +266,20 @@ def claim(folder: Path, *, patient: bool = True) -> Iterator[Upload | None]:
 
     Not `patient`: None if there is none, or somebody holds it.
     """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with ExitStack() as held:
         while True:
-            try:
-                if patient:
+            if patient:
+                # Whoever holds this sees no upload's folder that has no journal only because it is just being made.
+                with only_one(folder.parent / LOCK):
                     folder.mkdir(exist_ok=True)
-                flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if patient else 0)
-                journal = os.open(folder / _JOURNAL, flags, 0o600)
-            except FileNotFoundError:
-                if patient:
-                    continue
-                yield None
-                return
+                    journal = os.open(folder / _JOURNAL, flags | os.O_CREAT, 0o600)
+            else:
+                try:
+                    journal = os.open(folder / _JOURNAL, flags)
+                except FileNotFoundError:
+                    yield None
+                    return
             descriptor = held.enter_context(os.fdopen(journal, "r+b", buffering=0))
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
@@ -266,17 +287,32 @@ def claim(folder: Path, *, patient: bool = True) -> Iterator[Upload | None]:
                 yield None
                 return
             # The one who held it has finished, or `gc` was quicker, if another file has that name now, or none.
-            if _is_still(journal, folder / _JOURNAL):
+            if is_still(journal, folder / _JOURNAL):
                 break
             held.close()
         yield Upload(folder, journal, _read_marks(descriptor.read()))
 
 
-def _is_still(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except FileNotFoundError:
-        return False
+def _discard(upload: Upload) -> None:
+    """Delete an upload's folder, the journal last: until then whoever stages the same waits, and then begins anew."""
+    for path in upload.folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _JOURNAL:
+            path.unlink(missing_ok=True)
+    with only_one(upload.folder.parent / LOCK):
+        shutil.rmtree(upload.folder, ignore_errors=True)
+
+
+@contextmanager
+def unclaimed(folder: Path) -> Iterator[bool]:
+    """Whether nobody holds an upload's folder, nor can begin to while the block runs."""
+    with only_one(folder.parent / LOCK):
+        if (folder / _JOURNAL).exists():
+            with claim(folder, patient=False) as upload:
+                yield upload is not None
+        else:
+            yield True
 
 
 def _read_marks(text: bytes) -> dict[str, tuple[int, str]]:
@@ -318,8 +354,8 @@ def _adopted(
         return None
     try:
         return digest, adopt(store / digest[:FOLDER_DIGITS], digest, home, what=what)
-    except FileNotFoundError:
-        return None  # freed since we looked
+    except Freed:
+        return None
 
 
 def _looks_like(folder: Path, sizes: Mapping[str, int], content: bytes) -> bool:

@@ -9,9 +9,11 @@ whether its files are whole. This module knows files and signatures; it knows ne
 import asyncio
 import json
 import logging
+import os
 import shutil
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from safetensors import safe_open
 
 from cluster.errors import DependencyError, RequestError
 from cluster.signing import SignatureError, signature_path, verify
-from cluster.storage import PARTIAL_PREFIX, Home, publish, write_atomically
+from cluster.storage import LOCK, PARTIAL_PREFIX, Home, only_one, publish, write_atomically
 from deployments.llm.protocol import Adapter
 
 CONFIG_FILE = "adapter_config.json"
@@ -82,26 +84,39 @@ class AdapterCache:
     def _bring(self, adapter: Adapter) -> _Copy:
         # Called when `_copies` does not vouch for it, so from here on every byte is looked at again: no `Verifier`.
         target = self._root / adapter.digest
-        if target.is_dir():
+        if self._touched(target):
             try:
                 self._verify(adapter, target, signature_path(target))
             except SignatureError as refused:
                 # Somebody has touched the cache. Moved aside, not deleted: an engine may be reading from it.
                 aside = self._root / f"{PARTIAL_PREFIX}broken-{adapter.digest[:16]}-{uuid.uuid4().hex[:8]}"
-                target.rename(aside)
-                logger.warning("The copy of %s is now %s and is made anew: %s.", adapter.version, aside, refused.reason)
+                with suppress(FileNotFoundError):  # a collection has taken it away: that is why it was refused
+                    target.rename(aside)
+                    os.utime(aside)
+                    logger.warning("The copy of %s is now %s, made anew: %s.", adapter.version, aside, refused.reason)
         if not target.is_dir():
             self._copy(adapter, target)
         self._check(adapter, target)
         return _Copy(target, {path.relative_to(target).as_posix(): path.stat().st_size for path in _files(target)})
 
+    def _touched(self, target: Path) -> bool:
+        """Whether there is a copy; a collection spares it as if it had just been made."""
+        with only_one(self._root / LOCK):
+            if not target.is_dir():
+                return False
+            os.utime(target)
+            return True
+
     def _copy(self, adapter: Adapter, target: Path) -> None:
         source = Path(adapter.path)
         try:
-            with publish(target) as scratch:
+            with ExitStack() as until_published, publish(target) as scratch:
                 # A link is copied as a link, and so refused: what it leads to was not signed.
                 shutil.copytree(source, scratch, dirs_exist_ok=True, symlinks=True)
+                os.utime(scratch)  # `copytree` has made it as old as its source, and collections spare what is young
                 self._verify(adapter, scratch, signature_path(source))
+                # So that no collection sees, or takes, the one without the other.
+                until_published.enter_context(only_one(self._root / LOCK))
                 # Before the copy appears, so that there is none without. Its size was looked at when it was verified.
                 write_atomically(signature_path(target), signature_path(source).read_text(encoding="utf-8"))
         except (OSError, shutil.Error) as error:

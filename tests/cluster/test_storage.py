@@ -1,5 +1,6 @@
 """A published folder is whole or absent; a digest depends on names and bytes and on nothing else."""
 
+import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from cluster.errors import ConfigError
 from cluster.storage import (
     PARTIAL_PREFIX,
+    abandoned,
     digest_folder,
     digest_of,
     file_digests,
@@ -96,6 +98,47 @@ def test_an_unfinished_folder_is_recognisable(tmp_path: Path) -> None:
     with publish(tmp_path / "v1") as scratch:
         assert scratch.name.startswith(PARTIAL_PREFIX)
         assert not (tmp_path / "v1").exists()
+
+
+def test_what_is_being_written_is_not_abandoned_and_what_was_left_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with publish(tmp_path / "v1") as scratch:
+        with abandoned(scratch) as free:
+            assert not free
+        left = scratch.with_name(f"{PARTIAL_PREFIX}left")
+        left.mkdir()
+        for name in (left, tmp_path / "gone"):
+            with abandoned(name) as free:
+                assert free
+    writing: list[bool] = []
+
+    def look(_: int) -> None:
+        for path in tmp_path.glob(f"{PARTIAL_PREFIX}state-*"):
+            with abandoned(path) as free:
+                writing.append(not free)
+
+    monkeypatch.setattr(os, "fsync", look)
+    write_atomically(tmp_path / "state", "x")
+    assert writing == [True]
+
+
+def test_a_scratch_that_is_taken_away_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, taken = fcntl.flock, list[Path]()
+
+    def late(descriptor: int, how: int) -> None:
+        if not taken:
+            (scratch,) = tmp_path.glob(f"{PARTIAL_PREFIX}*")
+            taken.append(scratch.rename(tmp_path / "trash"))
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with publish(tmp_path / "v1") as scratch:
+        (scratch / "file").write_text("x")
+    assert (tmp_path / "v1" / "file").read_text() == "x"
+    assert list((tmp_path / "trash").iterdir()) == []
 
 
 def test_write_atomically_replaces(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +20,7 @@ from actors.registry.gc import Found, What, collect, look, plan
 from actors.registry.state import State
 from actors.registry.upload import Staged, claim, stage
 from cluster import signing
-from cluster.storage import Home
+from cluster.storage import Home, publish
 from tests.actors.registry.crashes import every_crash
 
 NOW = datetime(2026, 12, 2, 12, tzinfo=UTC)
@@ -235,6 +239,10 @@ def later(days: float = 2) -> datetime:
     return datetime.now(UTC) + timedelta(days=days)
 
 
+def touched(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+
+
 def of(number: int, one: Staged) -> Version:
     return version(number, digest=one.artifact.digest, path=one.artifact.path)
 
@@ -290,6 +298,71 @@ def test_an_upload_that_somebody_works_on_is_left(home: Home) -> None:
         "upload"
     ]
     assert not place.exists()
+
+
+def test_an_upload_that_is_just_beginning_is_left(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = home.versions / "triage" / ".partial-upload-1"
+    place.mkdir(parents=True)
+    began = threading.Event()
+    make_journal = os.open
+
+    def slowly(path: Path, flags: int, mode: int = 0o777) -> int:
+        if path == place / "journal":
+            began.set()
+            time.sleep(0.1)
+        return make_journal(path, flags, mode)
+
+    def upload() -> None:
+        with claim(place):
+            assert not collecting.result(30).freed
+
+    with ThreadPoolExecutor() as pool, monkeypatch.context() as patched:
+        patched.setattr("actors.registry.upload.os.open", slowly)
+        collecting: Future[gc.Outcome] = Future()
+        uploading = pool.submit(upload)
+        assert began.wait(30)
+        collecting.set_result(collect(plan(State(), look(home), home, now=later()), home, State))
+        uploading.result(30)
+    assert place.is_dir()
+
+
+def test_a_copy_of_an_adapter_that_somebody_makes_is_left(home: Home) -> None:
+    with publish(home.adapter_cache / ("ab" * 32)) as scratch:
+        os.utime(scratch, (0, 0))
+        outcome = collect(plan(State(), look(home), home, now=later()), home, State)
+        assert outcome.left == {scratch: "somebody is writing it"}
+    left = scratch.with_name(".partial-of-the-dead")
+    left.mkdir()
+    outcome = collect(plan(State(), [Found("scratch", left, 0, touched(left))], home, now=later()), home, State)
+    assert [item.found.path for item in outcome.freed] == [left]
+
+
+def test_a_signature_whose_folder_has_come_since_is_left(store: Callable[..., Staged], home: Home) -> None:
+    one = store(1)
+    away = one.folder.rename(one.folder.with_name("away"))
+    drawn = plan(State(), look(home), home, now=later())
+    assert [item.found.what for item in drawn.free] == ["signature"]
+    away.rename(one.folder)
+    assert "has come" in collect(drawn, home, State).left[signing.signature_path(one.folder)]
+    signing.verify(one.folder, home, what="adapter triage/1")
+
+
+def test_a_version_that_is_freed_while_it_is_looked_at_is_registered_again(
+    store: Callable[..., Staged], home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = store(1)
+    verify, freed = signing.verify, list[gc.Item]()
+
+    def slow(folder: Path, *others: Any, **named: Any) -> str:
+        if not freed:
+            freed.extend(collect(plan(State(), look(home), home, now=later()), home, State).freed)
+        return verify(folder, *others, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(signing, "verify", slow)
+        assert store(1) == one
+    assert [item.found.what for item in freed] == ["version"]
+    signing.verify(one.folder, home, what="adapter triage/1")
 
 
 def test_leftovers_of_a_collection_that_died_go(store: Callable[..., Staged], home: Home) -> None:

@@ -1,6 +1,8 @@
 import asyncio
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +51,19 @@ async def test_a_copy_outlives_its_source(cache: AdapterCache, tmp_path: Path) -
     signature_path(tmp_path / "v1").unlink()
     assert await cache.fetch(adapter) == folder
     assert digest_folder(folder) == adapter.digest
+
+
+async def test_a_copy_is_as_young_as_its_last_use_however_old_its_source_is(
+    cache: AdapterCache, tmp_path: Path
+) -> None:
+    adapter = registered(tmp_path / "v1")
+    os.utime(tmp_path / "v1", (0, 0))
+    began_s = time.time() - 1
+    folder = await cache.fetch(adapter)
+    assert folder.stat().st_mtime > began_s
+    os.utime(folder, (0, 0))
+    await made(tmp_path).fetch(adapter)
+    assert folder.stat().st_mtime > began_s
 
 
 async def test_many_at_once_make_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +134,7 @@ async def test_what_nobody_vouches_for_is_refused_with_version_and_reason(
         await cache.fetch(adapter)
     assert (caught.value.reason, caught.value.status, caught.value.retryable) == (reason, 503, False)
     assert str(tmp_path) not in f"{caught.value.message}{caught.value.hint}"
-    assert not list((tmp_path / "home" / "cache" / "adapters").iterdir())
+    assert [path.name for path in (tmp_path / "home" / "cache" / "adapters").iterdir()] == [".lock"]
 
 
 async def test_a_signed_folder_of_another_version_is_refused(cache: AdapterCache, tmp_path: Path) -> None:
