@@ -84,6 +84,9 @@ _SHAPES: Final = re.compile(
 
 def is_mistake(error: BaseException) -> bool:
     """Whether another try would only repeat `error`, by the table above."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception):  # Ray's wrapping of what a task raised
+        return is_mistake(cause)
     if isinstance(error, FlywheelError):
         return not error.retryable
     if is_collateral(error):

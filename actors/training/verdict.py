@@ -66,8 +66,10 @@ class Verdict:
     error: FlywheelError | None = None
 
     def final(self) -> FlywheelError:
-        """The error that a run ends with."""
-        return self.error or TrainingError(self.line, hint=self.hint)
+        """The error that a run ends with: a mistake is told as whoever found it said it."""
+        if self.mistake and self.error is not None:
+            return self.error
+        return TrainingError(f"{self.line}.", hint=self.hint)
 
 
 def failure_of(
@@ -94,10 +96,12 @@ def failure_of(
 
     if isinstance(inner, OutOfMemoryError):
         return made("oom", f"was killed by Ray, whose node ran out of memory{_held(beat)}", _LESS_MEMORY)
+    if dead and (node_lost or isinstance(inner, NodeDiedError)) and not getattr(inner, "preempted", False):
+        return made("node", "was lost with its node")
     if dead and isinstance(inner, RayActorError):
         if getattr(inner, "preempted", False):
             return made("preempted", "was lost: its node was taken away")
-        if node_lost or isinstance(inner, NodeDiedError) or "node died" in str(inner).lower():
+        if "node died" in str(inner).lower() or "its node has died" in str(inner):
             return made("node", "was lost with its node")
         if memory_kills:
             return made("oom", f"was killed: its node's memory limit was reached{_held(beat)}", _LESS_MEMORY)
@@ -109,6 +113,9 @@ def failure_of(
         return made("silent", f"did not answer any more: {_first_line(inner)}")
     if isinstance(error, FlywheelError):
         return made("error" if error.retryable else "mistake", f"failed: {_first_line(error)}", error.hint)
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception) and failures.is_mistake(cause):
+        error = cause  # user code in a task of Ray Data
     said = _first_line(error)
     text = f"failed: {type(error).__name__}{f': {said}' if said else ''}"
     if isinstance(error, RayError) and not failures.is_mistake(error):
@@ -250,4 +257,4 @@ def _held(beat: Heartbeat | None) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else ""
+    return lines[0].rstrip(".") if lines else ""
