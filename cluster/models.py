@@ -46,7 +46,7 @@ _LAYER = re.compile(
 )
 _LAYER_FOLDER = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*)?")
 _ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.(?:activation|linear)\.)?[A-Z][A-Za-z]*")
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "merges.txt",
@@ -337,7 +337,7 @@ def _require_servable(folder: Path) -> None:
 def tokenizer_digest(folder: Path) -> str:
     """SHA-256 over the tokenizer's files and the chat template in `folder`; over nothing if it has none."""
     total = hashlib.sha256()
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             total.update(f"{name}\0{digest_file(folder / name)}\n".encode())
     return total.hexdigest()

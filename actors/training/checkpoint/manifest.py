@@ -9,14 +9,16 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
 from actors.training.checkpoint.storage import MARKER, RunStorage
 from actors.training.job import Position
 from cluster.errors import ConfigError, TrainingError
+from cluster.storage import digest_file
 
 MANIFEST: Final = "manifest.json"
 POSITION: Final = "position.json"
@@ -28,6 +30,7 @@ FORMAT: Final = 2
 
 Condition = Literal["committed", "partial", "damaged"]
 
+_READING_THREADS: Final = 4
 _STEP: Final = re.compile(r"step-([0-9]+)")
 
 
@@ -148,22 +151,30 @@ def verify(storage: RunStorage, name: str) -> Found:
     found = _judge(storage, name, storage.listing().get(name, {}))
     if found.checkpoint is None:
         return found
-    wrong = wrong_files(storage, found.checkpoint, found.checkpoint.files)
+    facts = found.checkpoint.files
+
+    def fine(file: str) -> bool:
+        try:
+            return storage.digest(name, file) == facts[file].sha256
+        except FileNotFoundError:
+            return False
+
+    wrong = tuple(file for file in facts if not fine(file))
     if not wrong:
         return found
     return Found(name, "damaged", found.size_bytes, f"{_few(wrong)} changed since it was written", wrong=wrong)
 
 
-def wrong_files(storage: RunStorage, checkpoint: Checkpoint, files: Iterable[str]) -> tuple[str, ...]:
-    """Those of `files` that are gone or whose bytes are not those of the manifest."""
-
-    def fine(file: str) -> bool:
-        try:
-            return storage.digest(checkpoint.name, file) == checkpoint.files[file].sha256
-        except FileNotFoundError:
-            return False
-
-    return tuple(file for file in files if not fine(file))
+def changed(folder: Path, checkpoint: Checkpoint, files: Iterable[str]) -> tuple[str, ...]:
+    """Those of `files`, brought into `folder`, whose bytes are not those of the manifest."""
+    listed = list(files)
+    with ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="digest") as pool:
+        digests = list(pool.map(lambda file: digest_file(folder / file), listed))
+    return tuple(
+        file
+        for file, digest in zip(listed, digests, strict=True)
+        if file not in checkpoint.files or checkpoint.files[file].sha256 != digest
+    )
 
 
 def require(checkpoint: Checkpoint, *, run_id: str) -> None:

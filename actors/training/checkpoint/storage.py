@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -63,8 +63,11 @@ class RunStorage(Protocol):
         """SHA-256 of a file's bytes, in hex; `FileNotFoundError` if it is not there."""
         ...
 
-    def local(self, name: str, files: Iterable[str], scratch: Path) -> Path:
-        """A folder on this machine that holds `files` of a checkpoint; a remote store copies them into `scratch`."""
+    def opened(self, name: str, scratch: Path | None = None) -> AbstractContextManager[Callable[[Iterable[str]], Path]]:
+        """Called with names of files, what this gives brings them to this machine and returns the folder they are in.
+
+        With `scratch`, where the checkpoint is being written, those count too that are there and not yet sealed.
+        """
         ...
 
     def scratch(self, name: str, token: str, rank: int) -> Path:
@@ -79,8 +82,8 @@ class RunStorage(Protocol):
         """Make a checkpoint whose files are all stored count, in one step that survives a power cut."""
         ...
 
-    def discard(self, scratch: Path, name: str) -> None:
-        """Remove what this rank has written of a checkpoint that was not sealed."""
+    def discard(self, scratch: Path, name: str, rank: int) -> None:
+        """Remove what `rank` has written of a checkpoint that was not sealed; every rank calls it."""
         ...
 
     def remove(self, name: str) -> None:
@@ -132,8 +135,9 @@ class FolderStorage:
     def digest(self, name: str, file: str) -> str:
         return digest_file(self.folder / name / file)
 
-    def local(self, name: str, files: Iterable[str], scratch: Path) -> Path:  # noqa: ARG002 (S3 needs them)
-        return self.folder / name
+    @contextmanager
+    def opened(self, name: str, scratch: Path | None = None) -> Iterator[Callable[[Iterable[str]], Path]]:
+        yield lambda _: scratch or self.folder / name
 
     def scratch(self, name: str, token: str, rank: int) -> Path:  # noqa: ARG002 (S3 needs them)
         folder = self.folder / f"{PARTIAL_PREFIX}{name}-{token}"
@@ -149,7 +153,7 @@ class FolderStorage:
         scratch.rename(self.folder / name)
         sync(self.folder)
 
-    def discard(self, scratch: Path, name: str) -> None:  # noqa: ARG002 (S3 needs them)
+    def discard(self, scratch: Path, name: str, rank: int) -> None:  # noqa: ARG002 (S3 needs them)
         shutil.rmtree(scratch, ignore_errors=True)
 
     def remove(self, name: str) -> None:
@@ -213,11 +217,21 @@ class S3Storage:
 
         return self._tried(digest)
 
-    def local(self, name: str, files: Iterable[str], scratch: Path) -> Path:
-        for file in files:
-            if not (scratch / file).exists():
-                self._tried(partial(self._download, name, file, scratch / file))
-        return scratch
+    @contextmanager
+    def opened(self, name: str, scratch: Path | None = None) -> Iterator[Callable[[Iterable[str]], Path]]:
+        folder = scratch or self.scratch(name, os.urandom(4).hex(), 0)
+
+        def fetch(files: Iterable[str]) -> Path:
+            for file in files:
+                if not (folder / file).exists():
+                    self._tried(partial(self._download, name, file, folder / file))
+            return folder
+
+        try:
+            yield fetch
+        finally:
+            if scratch is None:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def scratch(self, name: str, token: str, rank: int) -> Path:
         folder = self._scratch_root / f"{PARTIAL_PREFIX}{name}-{token}{rank:04x}"
@@ -232,8 +246,10 @@ class S3Storage:
         (scratch / MARKER).write_text(marker, encoding="utf-8")
         self.store(scratch, name, [MARKER])
 
-    def discard(self, scratch: Path, name: str) -> None:
+    def discard(self, scratch: Path, name: str, rank: int) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
+        if rank != 0:
+            return
         with suppress(DependencyError):  # without a marker it counts for nobody, and `clear` comes by again
             if MARKER not in self.listing().get(name, {MARKER: 0}):
                 self.remove(name)

@@ -1,0 +1,124 @@
+"""From a checkpoint's shards to folders that others load: Hugging Face and PEFT, in safetensors, in one process.
+
+Knows transformers and PEFT, and imports them late: writing an adapter needs neither.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from actors.training.checkpoint import manifest, shards
+from actors.training.checkpoint.manifest import Checkpoint
+from actors.training.checkpoint.storage import RunStorage
+from cluster.errors import ConfigError, TrainingError
+from cluster.models import TOKENIZER_FILES
+from cluster.storage import publish
+
+WEIGHTS: Final = "weights/"
+
+_ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+_BESIDE_WEIGHTS: Final = (*TOKENIZER_FILES, "generation_config.json")
+
+What = Literal["adapter", "merged", "model"]
+
+
+def write_adapter(folder: Path, target: Path, config: str) -> None:
+    """Write the adapter whose shards lie in `folder` as PEFT and vLLM load it. `config`: its `adapter_config.json`."""
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(shards.read_whole(folder, WEIGHTS), target / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (target / _ADAPTER_CONFIG).write_text(config, encoding="utf-8")
+
+
+def export(
+    storage: RunStorage,
+    checkpoint: Checkpoint,
+    target: Path,
+    *,
+    merged: bool = False,
+    base: Callable[[str, str], Path] | None = None,
+) -> What:
+    """Write the model of `checkpoint` to the new folder `target`: its adapter, the base with it merged, or all of it.
+
+    Every file that is read is digested first. `base`: called with the base's name and digest, it gives the folder,
+    for which somebody who is trusted vouches; only an adapter by itself needs none. `ConfigError` if `target` exists,
+    or if there is nothing to merge; `TrainingError` if the checkpoint is damaged.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists.", hint="Name a folder that does not exist yet.")
+    with storage.opened(checkpoint.name) as fetch:
+        adapted = any(file.startswith(f"{manifest.ADAPTER}/") for file in checkpoint.files)
+        if merged and not adapted:
+            raise ConfigError(
+                f"{checkpoint.name} holds a whole model: there is no adapter to merge.", hint="Leave out --merged."
+            )
+        wanted = [
+            file
+            for file in checkpoint.files
+            if file == manifest.MODEL or file.startswith(f"{manifest.ADAPTER}/") == adapted
+        ]
+        try:
+            folder = fetch(wanted)
+            wrong = manifest.changed(folder, checkpoint, wanted)
+        except FileNotFoundError as error:
+            wrong = (str(error.filename or error),)
+        if wrong:
+            raise TrainingError(
+                f"{checkpoint.name} is damaged: {', '.join(wrong)}.", hint="Export another step; see checkpoint list."
+            )
+        with publish(target) as scratch:
+            if adapted and not merged:
+                for path in (folder / manifest.ADAPTER).iterdir():
+                    shutil.copyfile(path, scratch / path.name)
+                return "adapter"
+            facts = json.loads((folder / manifest.MODEL).read_text(encoding="utf-8"))
+            if base is None:
+                raise ConfigError("A whole model is exported beside its base.", hint="Say where the base lies.")
+            base_folder = base(facts["base"], facts["base_digest"])
+            model = _merged(base_folder, folder / manifest.ADAPTER) if merged else _model(base_folder, folder)
+            _save(model, base_folder, scratch)
+    return "merged" if merged else "model"
+
+
+def _merged(base: Path, adapter: Path) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    # Added up in fp32: in bf16 a small update would be rounded away.
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_safetensors=True, local_files_only=True)
+    return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+
+
+def _model(base: Path, folder: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(base, local_files_only=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = shards.read_whole(folder, WEIGHTS)
+    expected = dict(model.named_parameters())
+    strange = weights.keys() ^ expected.keys()
+    if strange:
+        raise TrainingError(
+            f"The checkpoint does not fit {base}: {', '.join(sorted(strange)[:3])}.",
+            hint="The base may have been replaced since the run.",
+        )
+    with torch.no_grad():
+        for name, parameter in expected.items():
+            parameter.copy_(weights[name])
+    model.tie_weights()
+    return model
+
+
+def _save(model: Any, base: Path, target: Path) -> None:
+    """In the dtype that the base is stored in, with its tokenizer."""
+    stored = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    named = str(stored.get("dtype") or stored.get("torch_dtype") or "float32")
+    model.to(getattr(torch, named)).save_pretrained(target, safe_serialization=True)
+    for name in _BESIDE_WEIGHTS:
+        if (base / name).is_file():
+            shutil.copyfile(base / name, target / name)
