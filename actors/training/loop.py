@@ -25,8 +25,10 @@ from actors.training.control import ControlLink, Link, Unlinked, Wish
 from actors.training.engine import Place, build
 from actors.training.job import Job, Outcome, Position, Stopped, checkpoint_id
 from actors.training.layout import Layout
+from actors.training.ledger import Ledger, Notes
 from actors.training.metrics import MetricLog
 from actors.training.objectives import sft
+from actors.training.order import Order
 from actors.training.ray_internals import here
 from actors.training.steps import StepPlan
 from cluster.errors import FlywheelError, TrainingError
@@ -66,6 +68,7 @@ def train(
         micro_batch_size=config.optimizer.micro_batch_size,
         world_size=layout.data,
     )
+    ledger = Ledger(Order.of(plan, seed=config.seed, shuffle=config.shuffle))
     # Not in the driver alone: what counts is what this machine reads. (A checkpoint has no signature and needs none:
     # this run has just written it, and nobody else is offered it before it is registered.)
     require_signed(job.base, job.home, Verifier())
@@ -73,10 +76,12 @@ def train(
     position = Position(job.run_id, step=0, rows=0, loss_first=math.nan, loss_last=math.nan, loss_tokens=0)
     if resume:
         position = checkpoint.load(resume, engine, run_id=job.run_id)
+        ledger = ledger.merge(Ledger.from_json(checkpoint.read_ledger(resume)))
         report.resumed(position, resume)
         link.committed(position.step)
 
     batches = feed(plan, position.step)
+    notes = Notes(ledger.order)
     counts = layout.reader(place.rank) == place.rank  # of the ranks that share rows, one counts them
     folder = resume
     began_s, tokens_done = time.perf_counter(), 0.0
@@ -89,6 +94,9 @@ def train(
 
         link.at("data", step)
         micro = [next(batches).to(place.device) for _ in range(plan.accumulation)]
+        for batch in micro:
+            if batch.origin is not None:  # this rank has read it
+                notes.add(batch.origin.positions, batch.origin.rows, batch.origin.samples)
         link.at("collective", step)
         # The whole global batch is counted before the first backward: it is what each token's share is of.
         mine = [sum(map(sft.count_loss_tokens, micro)), sum(batch.tokens for batch in micro)] if counts else [0, 0]
@@ -132,7 +140,8 @@ def train(
         wish = link.agreed(votes)
         if wish or position.step % config.checkpoint.every_steps == 0 or position.step == plan.steps:
             link.at("checkpoint", position.step)
-            folder = checkpoint.save(job.run_folder, position, engine, rank=place.rank)
+            ledger = ledger.merge_all(sharing.gathered(notes.take(), rank=place.rank, world_size=place.world_size))
+            folder = checkpoint.save(job.run_folder, position, engine, rank=place.rank, ledger=ledger.to_json())
             report.checkpoint(position, folder, metrics)
             link.committed(position.step)
         if wish:

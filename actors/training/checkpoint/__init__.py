@@ -27,6 +27,7 @@ from cluster.storage import publish
 ADAPTER = "adapter"
 _OPTIMIZER = "optimizer.safetensors"
 _POSITION = "position.json"
+_LEDGER = "ledger.json"
 _WEIGHTS = "weights/"
 _FORMAT = 1
 
@@ -35,7 +36,7 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def save(run_folder: Path, position: Position, engine: Engine, *, rank: int) -> Path:
+def save(run_folder: Path, position: Position, engine: Engine, *, rank: int, ledger: str) -> Path:
     """Publish the checkpoint of `position.step` and return its folder. Called on every rank; rank 0 writes."""
     whole = {name: _whole(tensor).detach().cpu().contiguous() for name, tensor in engine.state().items()}
     weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in whole.items() if name.startswith(_WEIGHTS)}
@@ -46,6 +47,7 @@ def save(run_folder: Path, position: Position, engine: Engine, *, rank: int) -> 
             adapter.save(engine.model, weights, scratch / ADAPTER)
             save_file(moments, scratch / _OPTIMIZER)
             facts = {"format": _FORMAT, **asdict(position)}
+            (scratch / _LEDGER).write_text(ledger, encoding="utf-8")
             (scratch / _POSITION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return folder
 
@@ -57,6 +59,14 @@ def load(folder: Path, engine: Engine, *, run_id: str) -> Position:
     stored |= {_WEIGHTS + name: tensor for name, tensor in load_file(folder / ADAPTER / adapter.WEIGHTS).items()}
     engine.load({name: _part(stored[name], live) for name, live in engine.state().items()}, position.step)
     return position
+
+
+def read_ledger(folder: Path) -> str:
+    """What was saved as `ledger` with the checkpoint in `folder`."""
+    try:
+        return (folder / _LEDGER).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"The checkpoint in {folder} cannot be read: {error}.", hint="Start a new run.") from None
 
 
 def read_position(folder: Path, *, run_id: str) -> Position:
