@@ -86,7 +86,7 @@ class PipelineEngine:
                 losses=losses if last else None,
                 return_outputs=False,
             )
-        summed = float(torch.stack(losses).double().sum()) / self._scale if last and self._tells_loss else 0.0
+        summed = float(torch.stack(losses).detach().double().sum()) / self._scale if last and self._tells_loss else 0.0
         norm = self._clip()
         self._adamw.step()
         self._adamw.zero_grad()
@@ -187,7 +187,7 @@ def _parallelize(stage: stages.Stage, config: TrainConfig, layout: Layout, mesh:
         return stage
     if config.parallel.strategy == "ddp":
         return DistributedDataParallel(
-            stage, process_group=mesh.get_group("replicate"), broadcast_buffers=False, gradient_as_bucket_view=True
+            stage, process_group=mesh.get_group("replicate"), forward_sync_buffers=False, gradient_as_bucket_view=True
         )
     shards = mesh["replicate", "shard"] if config.parallel.strategy == "hsdp" else mesh["shard"]
     # Whole from the first micro-batch to the last: gathering the weights again for each of them would cost more

@@ -1,5 +1,7 @@
 """A pipeline of stages learns what one process learns, and its state is that of the whole model."""
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,21 @@ import pytest
 import torch
 import torch.distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
-from actors.training import engine, optimizer
-from actors.training.batching import NO_LOSS
+from actors.training import adapter, engine, objectives, optimizer
+from actors.training.batching import NO_LOSS, MicroBatch
 from actors.training.config import TrainConfig
 from actors.training.engine import Place
 from actors.training.layout import Layout, layer_ranges
+from actors.training.models import stages
 from actors.training.objectives import sft
 from actors.training.steps import StepPlan
 from cluster.errors import ConfigError
@@ -184,6 +194,43 @@ def test_half_a_run_goes_on_on_another_mesh(
         2, follow, pipelined(2, "none", schedule="interleaved"), deep_base, some_rows, HALF, STEPS, half.state
     )
     assert_equal(together(again), alone["none"], start=HALF)
+
+
+def test_the_stages_one_after_the_other_are_the_model(deep_base: Path, some_rows: pa.Table) -> None:
+    def model() -> Any:
+        return adapter.load_base(deep_base, "fp32", HERE.device)
+
+    batch = MicroBatch.from_arrow(some_rows.slice(1, 2))
+    wanted = objectives.build(pipelined(1, "none"), model())(batch.input_ids, batch.labels, batch.position_ids)
+    passed = batch.input_ids
+    for number in range(4):
+        mine = model()
+        layers = [weakref.ref(layer) for layer in mine.get_decoder().layers]
+        (stage,) = stages.cut(mine, [number], 4, sft.summed_loss, "fp32")
+        gc.collect()
+        assert [n for n, layer in enumerate(layers) if layer()] == list(layer_ranges(5, 4)[number])
+        assert {name for name, _ in mine.named_parameters()} <= {name for name, _ in model().named_parameters()} | {
+            "lm_head.weight"
+        }
+        passed = stage(passed, batch.position_ids, batch.labels)
+    assert torch.equal(passed, wanted)
+
+
+def test_a_model_that_is_no_plain_stack_is_not_cut() -> None:
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+    }
+    mixed = Qwen2ForCausalLM(Qwen2Config(**shape, use_sliding_window=True, max_window_layers=2))
+    with pytest.raises(ConfigError, match="mixes kinds of layers"):
+        stages.cut(mixed, [0], 2, sft.summed_loss, "fp32")
+    learned_positions = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=VOCABULARY))
+    with pytest.raises(ConfigError, match="no plain stack of layers"):
+        stages.cut(learned_positions, [0], 2, sft.summed_loss, "fp32")
 
 
 def test_layers_are_shared_evenly_and_the_middle_takes_the_rest() -> None:
