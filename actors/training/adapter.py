@@ -3,6 +3,7 @@
 Knows transformers and PEFT. Does not know how the model is spread over workers: it is given whole tensors.
 """
 
+import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -95,6 +96,13 @@ def state(adapted: Any) -> dict[str, torch.Tensor]:
     """The adapter's weights under the names that PEFT and vLLM read (DTensors where the model is sharded)."""
     # By default PEFT asks the hub whether the base's vocabulary has changed. We never train embeddings.
     return dict(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+
+
+def config_text(adapted: Any) -> str:
+    """PEFT's `adapter_config.json` of a model that has an adapter."""
+    with tempfile.TemporaryDirectory() as folder:
+        adapted.peft_config["default"].save_pretrained(folder)
+        return Path(folder, "adapter_config.json").read_text(encoding="utf-8")
 
 
 def save(adapted: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:

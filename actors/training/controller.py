@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig
 
 from actors.data.version import DataVersion
 from actors.training import control as controls
 from actors.training import feed
+from actors.training.checkpoint import manifest
+from actors.training.checkpoint.storage import RunStorage, storage_at
 from actors.training.config import TrainConfig
 from actors.training.control import Incident
 from actors.training.fit import fit, require_room
-from actors.training.job import Job, OnCheckpoint, OnIncident, Outcome, Stopped
+from actors.training.job import Job, OnCheckpoint, OnIncident, Outcome, Protected, Stopped
 from actors.training.layout import Layout
 from actors.training.order import Order
 from actors.training.ray_internals import RunWatch, TermHandler, Trainer
@@ -79,6 +81,7 @@ def train(
     tracking_run_id: str | None,
     sink: Sink = silent,
     on_checkpoint: OnCheckpoint = untold,
+    protected: Protected | None = None,
     on_incident: OnIncident = unheard,
 ) -> TrainingResult:
     """Train `name` on the running Ray; a run id that has checkpoints goes on from its last.
@@ -98,6 +101,7 @@ def train(
     per_worker = {"GPU": 1.0} if on_gpu else {"CPU": 1.0}
     require_room(config, per_worker)
     run_folder = home.runs / require_file_name(run_id, what="run id")
+    storage = storage_at(run_folder, run_id, config.checkpoint.storage)
     control = controls.start(run_id)
     elastic = workers.min != workers.max
     with relayed(sink) if sink is not silent else nullcontext(silent) as relay:
@@ -112,6 +116,7 @@ def train(
             tracking_run_id=tracking_run_id,
             sink=relay,
             on_checkpoint=on_checkpoint,
+            protected=protected,
             control=control,
         )
         trainer = Trainer(
@@ -129,7 +134,6 @@ def train(
             run_config=RunConfig(
                 name=run_id,
                 storage_path=str(home.runs),
-                checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoint.keep),
                 failure_config=FailureConfig(
                     max_failures=config.failures.max, max_preemption_failures=config.failures.preemptions
                 ),
@@ -145,7 +149,7 @@ def train(
                     ),
                 ],
             ),
-            datasets={feed.NAME: feed.Stream.of(data, home, plan, order, partial(_step_to_go_on_from, run_folder))},
+            datasets={feed.NAME: feed.Stream.of(data, home, plan, order, partial(_step_to_go_on_from, storage))},
             dataset_config=feed.Dealing(config.parallel),
         )
         logger.info("run %s of %s: %d steps of %d rows", run_id, name, plan.steps, plan.global_batch_size)
@@ -179,9 +183,10 @@ def _plan(config: TrainConfig, data: DataVersion) -> StepPlan:
     )
 
 
-def _step_to_go_on_from(run_folder: Path) -> int:
-    """Of the checkpoints kept, the oldest: Ray Train may not have seen the newer ones before its workers were lost."""
-    return min((int(folder.name.removeprefix("step-")) for folder in run_folder.glob("step-*")), default=0)
+def _step_to_go_on_from(storage: RunStorage) -> int:
+    """Where workers that start now will go on, by the rule that they follow themselves."""
+    last = manifest.latest(storage)
+    return last.step if last is not None else 0
 
 
 def _work(settings: Mapping[str, Any]) -> Outcome | Stopped:

@@ -17,6 +17,12 @@ OnCheckpoint = Callable[[str, int, str, Mapping[str, float]], None]
 May be called again for the same checkpoint after a restart, so it must be idempotent. Must be picklable."""
 
 
+Protected = Callable[[], Mapping[str, str]]
+"""Names of the run's checkpoints that must stay, each with the reason; `FlywheelError` while nobody can say.
+
+Must be picklable."""
+
+
 OnIncident = Callable[[Incident], None]
 """Called by the run's controller when something has happened to its workers. Must be picklable."""
 
@@ -38,6 +44,7 @@ class Job:
     """The tracker's id of the run; None if nobody shows it."""
     sink: Sink
     on_checkpoint: OnCheckpoint
+    protected: Protected | None = None
     control: Any = field(default=None, repr=False)
     """Handle of the run's `RunControl`; None if nobody controls it."""
 

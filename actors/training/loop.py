@@ -10,17 +10,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed
 
-from actors.training import batching, checkpoint, optimizer, sharing
+from actors.training import adapter, batching, optimizer, sharing
 from actors.training import feed as feeds
 from actors.training.batching import MicroBatch
+from actors.training.checkpoint import export
+from actors.training.checkpoint.saver import Checkpoints, ModelFacts
+from actors.training.checkpoint.storage import storage_at
 from actors.training.control import ControlLink, Link, Unlinked, Wish
 from actors.training.engine import Place, build
 from actors.training.job import Job, Outcome, Position, Stopped, checkpoint_id
@@ -31,7 +33,7 @@ from actors.training.objectives import sft
 from actors.training.order import Order
 from actors.training.ray_internals import here
 from actors.training.steps import StepPlan
-from cluster.errors import FlywheelError, TrainingError
+from cluster.errors import TrainingError
 from cluster.models import require_signed
 from cluster.progress import Progress
 from cluster.signing import Verifier
@@ -45,19 +47,21 @@ Feed = Callable[[StepPlan, int], Iterator[MicroBatch]]
 
 
 class Reporter(Protocol):
-    """Where a worker's news goes. `resumed` and `checkpoint` are called on every rank, `step` on rank 0."""
+    """Where a worker's news goes. `resumed` is called on every rank, the others on rank 0.
 
-    def resumed(self, position: Position, folder: Path) -> None: ...
+    `checkpoint` is called in another thread than the loop's, once a checkpoint is durable, with its path or URI. It is
+    called again later if it raises a `FlywheelError`, and may be called twice for the same one.
+    """
+
+    def resumed(self, position: Position) -> None: ...
 
     def step(self, position: Position, metrics: Mapping[str, float]) -> None: ...
 
-    def checkpoint(self, position: Position, folder: Path, metrics: Mapping[str, float]) -> None: ...
+    def checkpoint(self, position: Position, uri: str, metrics: Mapping[str, float]) -> None: ...
 
 
-def train(
-    job: Job, place: Place, feed: Feed, report: Reporter, resume: Path | None, link: Link | None = None
-) -> Outcome | Stopped:
-    """The recipe. `resume` is the folder of a checkpoint of the same run; `link` says what the run is asked to do."""
+def train(job: Job, place: Place, feed: Feed, report: Reporter, link: Link | None = None) -> Outcome | Stopped:
+    """The recipe. A run that has checkpoints goes on from its last good one; `link` says what it is asked to do."""
     link = link or Unlinked()
     config = job.config
     layout = Layout.of(config.parallel, place.world_size)
@@ -70,20 +74,34 @@ def train(
     )
     ledger = Ledger(Order.of(plan, seed=config.seed, shuffle=config.shuffle))
     # Not in the driver alone: what counts is what this machine reads. (A checkpoint has no signature and needs none:
-    # this run has just written it, and nobody else is offered it before it is registered.)
+    # this run has written it itself, its digests say so, and nobody else is offered it before it is registered.)
     require_signed(job.base, job.home, Verifier())
     engine = build(config, job.base.path, job.base.name, place, layout)
     position = Position(job.run_id, step=0, rows=0, loss_first=math.nan, loss_last=math.nan, loss_tokens=0)
-    if resume:
-        position = checkpoint.load(resume, engine, run_id=job.run_id)
-        ledger = ledger.merge(Ledger.from_json(checkpoint.read_ledger(resume)))
-        report.resumed(position, resume)
-        link.committed(position.step)
+    storage = storage_at(job.run_folder, job.run_id, config.checkpoint.storage)
+    checkpoints = Checkpoints(
+        storage,
+        run_id=job.run_id,
+        policy=config.checkpoint,
+        rank=place.rank,
+        world_size=place.world_size,
+        model=_facts(job, engine.model),
+        durable=link.committed,
+        on_commit=report.checkpoint,
+        protected=job.protected,
+    )
+    state = engine.state()
+    resumed = checkpoints.resume(state)
+    if resumed is not None:
+        engine.load(state, resumed.position.step)
+        position = resumed.position
+        ledger = ledger.merge(Ledger.from_json(resumed.ledger))
+        report.resumed(position)
+    del state
 
     batches = feed(plan, position.step)
     notes = Notes(ledger.order)
     counts = layout.reader(place.rank) == place.rank  # of the ranks that share rows, one counts them
-    folder = resume
     began_s, tokens_done = time.perf_counter(), 0.0
     for step in range(position.step, plan.steps):
         step_began_s = time.perf_counter()
@@ -125,6 +143,7 @@ def train(
             "epoch": (step + 1) / plan.steps_per_epoch,
             "loss_tokens": loss_tokens,
             "tokens_per_s": tokens / (now_s - step_began_s),
+            **checkpoints.take_metrics(),
         }
         position = replace(
             position,
@@ -141,24 +160,29 @@ def train(
         if wish or position.step % config.checkpoint.every_steps == 0 or position.step == plan.steps:
             link.at("checkpoint", position.step)
             ledger = ledger.merge_all(sharing.gathered(notes.take(), rank=place.rank, world_size=place.world_size))
-            folder = checkpoint.save(job.run_folder, position, engine, rank=place.rank, ledger=ledger.to_json())
-            report.checkpoint(position, folder, metrics)
-            link.committed(position.step)
+            checkpoints.save(engine.state(), position, ledger=ledger.to_json(), metrics=metrics)
         if wish:
+            checkpoints.finish(insist=wish is Wish.STOP)
             link.done()
         if wish is Wish.CHECKPOINT_AND_WAIT:
             link.stand_still(position.step, config.elastic.resize_wait_s)
         if wish is Wish.STOP and position.step < plan.steps:
             engine.close()
             return Stopped(position)
+    tokens_per_s = tokens_done / max(1e-9, time.perf_counter() - began_s)
+    checkpoints.finish(insist=True)
     engine.close()
-    assert folder is not None  # steps >= 1, so there is a last checkpoint: saved here or resumed from
     return Outcome(
         position=position,
         checkpoint_id=checkpoint_id(job.run_id, position.step),
-        adapter=folder / checkpoint.ADAPTER,
-        tokens_per_s=tokens_done / max(1e-9, time.perf_counter() - began_s),
+        adapter=export.artifact(storage, position, job.run_folder, job.base.path, write=place.rank == 0),
+        tokens_per_s=tokens_per_s,
     )
+
+
+def _facts(job: Job, model: Any) -> ModelFacts:
+    config = None if job.config.adapter.kind == "none" else adapter.config_text(model)
+    return ModelFacts("model" if config is None else "adapter", job.base.name, job.base.digest, config)
 
 
 def _total(place: Place, *values: float) -> list[float]:
@@ -172,7 +196,11 @@ def _total(place: Place, *values: float) -> list[float]:
 
 
 class _RayReporter:
-    """Progress to the person who waits, metrics to MLflow, checkpoints to Ray Train and the registry."""
+    """Progress to the person who waits, metrics to MLflow, checkpoints to the registry.
+
+    Ray Train is told of none: it would keep and delete them by its own rule, go on from the last that its controller
+    has seen, and refuse to take up a run again once one of those that it was told of is gone.
+    """
 
     def __init__(self, job: Job, place: Place) -> None:
         self._job = job
@@ -182,12 +210,9 @@ class _RayReporter:
             if place.rank == 0 and job.tracking_run_id is not None
             else None
         )
-        self._untold: list[tuple[str, int, str, dict[str, float]]] = []
 
-    def resumed(self, position: Position, folder: Path) -> None:
+    def resumed(self, position: Position) -> None:
         logger.info("run %s goes on after step %d", position.run_id, position.step)
-        # Whoever died after this checkpoint may not have told of it.
-        self._tell(position, folder, {"loss": position.loss_last})
 
     def step(self, position: Position, metrics: Mapping[str, float]) -> None:
         if self._metrics:
@@ -202,29 +227,8 @@ class _RayReporter:
             )
         )
 
-    def checkpoint(self, position: Position, folder: Path, metrics: Mapping[str, float]) -> None:
-        told = ray.train.Checkpoint(str(folder)) if self._place.rank == 0 else None
-        # The folder already lies where Ray Train keeps the run, published in one step: nothing to copy.
-        ray.train.report(
-            dict(metrics), checkpoint=told, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD
-        )
-        self._tell(position, folder, metrics)
-
-    def _tell(self, position: Position, folder: Path, metrics: Mapping[str, float]) -> None:
-        """Tell the registry; while it is away the news waits for the next checkpoint, and only the last insists."""
-        if self._place.rank != 0:
-            return
-        identity = checkpoint_id(position.run_id, position.step)
-        self._untold.append((identity, position.step, str(folder), dict(metrics)))
-        while self._untold:
-            try:
-                self._job.on_checkpoint(*self._untold[0])
-            except FlywheelError as error:
-                if position.step == self._job.config.steps:
-                    raise
-                logger.warning("checkpoint %s is not yet told: %s", self._untold[0][0], error)
-                return
-            self._untold.pop(0)
+    def checkpoint(self, position: Position, uri: str, metrics: Mapping[str, float]) -> None:
+        self._job.on_checkpoint(checkpoint_id(position.run_id, position.step), position.step, uri, metrics)
 
     def close(self) -> None:
         if self._metrics:
@@ -251,13 +255,12 @@ def run(job: Job) -> Outcome | Stopped:
             return own
         return sharing.shared(own, reader=layout.reader(place.rank), group=sharing.group(layout))
 
-    committed = ray.train.get_checkpoint()
     report = _RayReporter(job, place)
     control = job.control
     link = ControlLink(control, rank=place.rank, node=here(), every_s=job.config.elastic.notice_s) if control else None
     try:
         # Whether another try would help is judged where all ranks' errors are seen: `ray_internals.RunWatch`.
-        return train(job, place, feed, report, Path(committed.path) if committed else None, link)
+        return train(job, place, feed, report, link)
     finally:
         report.close()
         if link is not None:

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from actors.training.checkpoint import manifest
-from actors.training.checkpoint.retention import Protected, to_remove
+from actors.training.checkpoint.retention import to_remove
 from actors.training.checkpoint.storage import RunStorage
 from actors.training.config import CheckpointConfig
-from actors.training.job import Position
+from actors.training.job import Position, Protected
 from cluster.errors import FlywheelError
 
 logger = logging.getLogger(__name__)

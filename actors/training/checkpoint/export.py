@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from actors.training.checkpoint import manifest, shards
 from actors.training.checkpoint.manifest import Checkpoint
-from actors.training.checkpoint.storage import RunStorage
+from actors.training.checkpoint.storage import FolderStorage, RunStorage
+from actors.training.job import Position
 from cluster.errors import ConfigError, TrainingError
 from cluster.models import TOKENIZER_FILES
 from cluster.storage import publish
@@ -83,6 +84,22 @@ def export(
             model = _merged(base_folder, folder / manifest.ADAPTER) if merged else _model(base_folder, folder)
             _save(model, base_folder, scratch)
     return "merged" if merged else "model"
+
+
+def artifact(storage: RunStorage, position: Position, run_folder: Path, base: Path, *, write: bool) -> Path:
+    """The folder on this machine of what a run has made: an adapter as PEFT loads it, or a Hugging Face model.
+
+    An adapter that lies in a folder of checkpoints is there already; anything else is exported into the run's folder,
+    unless it has been. Only a caller who is to `write` reads or writes; all get the path.
+    """
+    name = manifest.name_of(position.step)
+    if isinstance(storage, FolderStorage) and (storage.folder / name / manifest.ADAPTER).is_dir():
+        return storage.folder / name / manifest.ADAPTER
+    target = run_folder / f"export-{name}"
+    if write and not target.exists():
+        checkpoint = manifest.find(storage, position.step, run_id=position.run_id)
+        export(storage, checkpoint, target, base=lambda *_: base)
+    return target
 
 
 def _merged(base: Path, adapter: Path) -> Any:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
-from actors.training.checkpoint.storage import MARKER, RunStorage
+from actors.training.checkpoint.storage import DAMAGED, MARKER, RunStorage
 from actors.training.job import Position
 from cluster.errors import ConfigError, TrainingError
 from cluster.storage import digest_file
@@ -188,6 +188,8 @@ def require(checkpoint: Checkpoint, *, run_id: str) -> None:
 
 def _judge(storage: RunStorage, name: str, files: Mapping[str, int]) -> Found:
     size = sum(files.values())
+    if DAMAGED in files and MARKER not in files:
+        return Found(name, "damaged", size, storage.read(name, DAMAGED).decode(errors="replace"))
     if step_of(name) is None or MARKER not in files:
         return Found(name, "partial", size, f"it has no {MARKER}: its save did not end")
     try:

@@ -1,13 +1,10 @@
 """Which checkpoints may go: a pure rule over what is there. It deletes nothing and asks nobody."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from actors.training.checkpoint.manifest import Checkpoint
 from actors.training.config import CheckpointConfig
-
-Protected = Callable[[], Mapping[str, str]]
-"""Names of checkpoints that must stay, each with the reason; raises `FlywheelError` while nobody can say."""
 
 
 def to_remove(

@@ -30,10 +30,9 @@ import torch.distributed
 from actors.training.checkpoint import export, manifest, shards
 from actors.training.checkpoint.aftermath import Aftermath
 from actors.training.checkpoint.manifest import Checkpoint, FileFact
-from actors.training.checkpoint.retention import Protected
 from actors.training.checkpoint.storage import RunStorage
 from actors.training.config import CheckpointConfig
-from actors.training.job import Position
+from actors.training.job import Position, Protected
 from cluster.errors import CapacityError, FlywheelError, TrainingError
 from cluster.storage import digest_file
 
@@ -95,15 +94,20 @@ class Checkpoints:
         rank: int = 0,
         world_size: int = 1,
         model: ModelFacts | None = None,
+        durable: Callable[[int], None] | None = None,
         on_commit: OnCommit | None = None,
         protected: Protected | None = None,
     ) -> None:
-        """`protected`: asked on rank 0 which checkpoints must stay, besides those that the policy keeps."""
+        """`durable`: called on rank 0 with the step of each checkpoint, at once, and must neither wait nor fail.
+
+        `protected`: asked on rank 0 which checkpoints must stay, besides those that the policy keeps.
+        """
         self._storage = storage
         self._run_id = run_id
         self._rank = rank
         self._model = model
         self._agreement = _Agreement(world_size)
+        self._durable = durable
         self._staging = shards.Staging()
         self._bytes_needed = 0
         self._flight: _Flight[Settled] | None = None
@@ -128,13 +132,11 @@ class Checkpoints:
             if not wrong:
                 break
             damaged.add(checkpoint.name)
-            if self._rank == 0:
-                logger.warning("%s is damaged and passed over: %s", checkpoint.name, ", ".join(sorted(wrong)))
-        uri = self._uri(checkpoint.name)
-        if self._aftermath:
-            # Whoever died after this checkpoint may not have told of it.
-            self._aftermath.committed(checkpoint.position, uri, checkpoint.metrics, resumed=True)
-        return Resumed(checkpoint.position, ledger, uri)
+            why = f"when run {self._run_id} went on, not what had been saved: {', '.join(sorted(wrong))}"
+            self._agreement.each(partial(self._condemn, checkpoint.name, why) if self._rank == 0 else _nothing)
+        # Whoever died after this checkpoint may not have told of it.
+        self._tell(checkpoint.position, checkpoint.name, checkpoint.metrics, resumed=True)
+        return Resumed(checkpoint.position, ledger, self._uri(checkpoint.name))
 
     def save(
         self,
@@ -211,8 +213,7 @@ class Checkpoints:
             if self._rank == 0:
                 logger.warning("the checkpoint is not saved, training goes on: %s", failed)
         else:
-            if self._aftermath:
-                self._aftermath.committed(position, self._uri(name), metrics)
+            self._tell(position, name, metrics)
         return Settled(position, metrics, self._uri(name), time.perf_counter() - began_s, failed)
 
     def _begin(self, name: str) -> str | None:
@@ -304,6 +305,17 @@ class Checkpoints:
                 return (str(error.filename or error),)
             shards.read(fetch([]), state)
         return ()
+
+    def _condemn(self, name: str, why: str) -> None:
+        logger.warning("%s is damaged and passed over: %s", name, why)
+        self._storage.condemn(name, why)  # so that the driver, which reads no contents, passes it over too
+
+    def _tell(self, position: Position, name: str, metrics: Mapping[str, float], *, resumed: bool = False) -> None:
+        if self._aftermath is None:
+            return
+        if self._durable is not None:
+            self._durable(position.step)
+        self._aftermath.committed(position, self._uri(name), metrics, resumed=resumed)
 
     def _verdict(self, name: str, error: OSError | FlywheelError) -> FlywheelError:
         if isinstance(error, OSError) and error.errno in _FULL:

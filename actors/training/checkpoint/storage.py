@@ -22,6 +22,8 @@ from cluster.errors import ConfigError, DependencyError
 from cluster.storage import PARTIAL_PREFIX, Home, digest_file, require_file_name, sync, sync_tree, write_atomically
 
 MARKER: Final = "COMMITTED"
+DAMAGED: Final = "DAMAGED"
+"""Beside the files of a checkpoint whose marker was taken away."""
 S3: Final = "s3://"
 
 _TRASH: Final = f"{PARTIAL_PREFIX}trash-"
@@ -90,6 +92,10 @@ class RunStorage(Protocol):
         """Delete a checkpoint. Whoever dies in here leaves none that counts."""
         ...
 
+    def condemn(self, name: str, why: str) -> None:
+        """Make a checkpoint that turned out to be damaged count no more. Its files stay for whoever looks into it."""
+        ...
+
     def clear(self) -> None:
         """Delete what dead processes have left half-written. Nobody may be writing now."""
         ...
@@ -101,11 +107,15 @@ class RunStorage(Protocol):
 
 def open_storage(home: Home, run_id: str, where: str | None = None) -> RunStorage:
     """The storage of a run: `where` is `checkpoint.storage` of its recipe."""
-    require_file_name(run_id, what="run id")
+    return storage_at(home.runs / require_file_name(run_id, what="run id"), run_id, where)
+
+
+def storage_at(run_folder: Path, run_id: str, where: str | None = None) -> RunStorage:
+    """As `open_storage`, for a run whose own folder, where its checkpoints lie by default, is known."""
     if where is None:
-        return FolderStorage(home.runs / run_id)
+        return FolderStorage(run_folder)
     if where.startswith(S3):
-        return S3Storage(f"{where.rstrip('/')}/{run_id}", home.runs / run_id)
+        return S3Storage(f"{where.rstrip('/')}/{run_id}", run_folder)
     if "://" in where:
         raise ConfigError(
             f"checkpoint.storage {where!r} is neither a folder nor s3://bucket/prefix.",
@@ -160,6 +170,10 @@ class FolderStorage:
         trash = self.folder / f"{_TRASH}{name}-{os.urandom(4).hex()}"
         (self.folder / name).rename(trash)  # out of everybody's sight in one step
         shutil.rmtree(trash)
+
+    def condemn(self, name: str, why: str) -> None:
+        write_atomically(self.folder / name / DAMAGED, why)
+        (self.folder / name / MARKER).unlink(missing_ok=True)
 
     def clear(self) -> None:
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -263,10 +277,20 @@ class S3Storage:
 
         self._tried(remove)
 
+    def condemn(self, name: str, why: str) -> None:
+        def condemn() -> None:
+            with self._client() as (client, root):
+                with client.open_output_stream(f"{root}/{name}/{DAMAGED}") as writing:
+                    writing.write(why.encode())
+                with suppress(FileNotFoundError):
+                    client.delete_file(f"{root}/{name}/{MARKER}")
+
+        self._tried(condemn)
+
     def clear(self) -> None:
         FolderStorage(self._scratch_root).clear()
         for name, files in self.listing().items():
-            if MARKER not in files:
+            if not files.keys() & {MARKER, DAMAGED}:
                 self.remove(name)
 
     def free_bytes(self) -> int | None:

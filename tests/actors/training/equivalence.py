@@ -36,14 +36,15 @@ def mesh_settings(**changes: Any) -> TrainConfig:
     return settings(**{**plain, **changes})
 
 
-def follow(
-    place: Place, config: TrainConfig, base: Path, rows: pa.Table, folder: Path, resume: Path | None = None
-) -> Trace:
-    """What one rank sees of a run; only rank 0 has losses. Work for `Gang.run`."""
+def follow(place: Place, config: TrainConfig, base: Path, rows: pa.Table, folder: Path) -> Trace:
+    """What one rank sees of a run, which goes on if `folder` has checkpoints; only rank 0 has losses.
+
+    Work for `Gang.run`.
+    """
     told = Remembered()
     layout = Layout.of(config.parallel, place.world_size)
     feed = memory_feed(rows, layout.data_rank(place.rank))
-    outcome = train(job(config, base, folder, rows.num_rows), place, feed, told, resume)
+    outcome = train(job(config, base, folder, rows.num_rows), place, feed, told)
     if place.rank:
         return Trace([], [], {})
     weights = load_file(outcome.adapter / "adapter_model.safetensors")

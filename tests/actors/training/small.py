@@ -1,6 +1,7 @@
 """What the training tests share: packed rows, a feed of them without Ray, a reporter that remembers."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,25 +75,31 @@ def shares(table: pa.Table, plan: StepPlan, rank: int, start: int, *, seed: int 
 
 
 class Remembered:
-    """A reporter that keeps what it is told; with `stop_after`, the run is cut off once that step is durable."""
+    """A reporter that keeps what it is told; with `stop_after`, the run is cut off after the step behind that one,
+    as soon as that one is durable."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.checkpoints: list[Path] = []
+        self.resumed_at: int | None = None
         self._stop_after = stop_after
+        self._durable = threading.Event()
 
-    def resumed(self, position: Position, folder: Path) -> None:
-        self.checkpoints.append(folder)
+    def resumed(self, position: Position) -> None:
+        self.resumed_at = position.step
 
     def step(self, position: Position, metrics: Mapping[str, float]) -> None:
         self.losses.append(metrics["loss"])
         self.norms.append(metrics["grad_norm"])
-
-    def checkpoint(self, position: Position, folder: Path, metrics: Mapping[str, float]) -> None:
-        self.checkpoints.append(folder)
-        if position.step == self._stop_after:
+        if self._stop_after is not None and position.step > self._stop_after:
+            assert self._durable.wait(60)
             raise KeyboardInterrupt
+
+    def checkpoint(self, position: Position, uri: str, metrics: Mapping[str, float]) -> None:
+        self.checkpoints.append(Path(uri))
+        if position.step == self._stop_after:
+            self._durable.set()
 
 
 HERE = Place(rank=0, world_size=1, device=torch.device("cpu"))

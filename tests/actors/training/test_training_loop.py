@@ -23,11 +23,10 @@ def learn(
     rows: pa.Table,
     folder: Path,
     *,
-    resume: Path | None = None,
     stop_after: int | None = None,
 ) -> tuple[Outcome, Remembered]:
     told = Remembered(stop_after)
-    outcome = train(job(config, base, folder, rows.num_rows), HERE, memory_feed(rows), told, resume)
+    outcome = train(job(config, base, folder, rows.num_rows), HERE, memory_feed(rows), told)
     return outcome, told
 
 
@@ -59,7 +58,8 @@ def test_a_run_cut_off_after_a_checkpoint_ends_as_if_it_had_not_been(
     cut = tmp_path / "cut"
     with pytest.raises(KeyboardInterrupt):
         learn(config, tiny_base, rows, cut, stop_after=4)
-    resumed, told_later = learn(config, tiny_base, rows, cut, resume=cut / "step-000004")
+    resumed, told_later = learn(config, tiny_base, rows, cut)
+    assert told_later.resumed_at == 4
     assert told_later.losses == told.losses[4:]
     assert resumed.position == whole.position
     weights = [load_file(outcome.adapter / "adapter_model.safetensors") for outcome in (whole, resumed)]
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_another_run_is_refused(tiny_base: Path, rows: pa.Table,
     learn(config, tiny_base, rows, tmp_path)
     other = job(config, tiny_base, tmp_path, rows.num_rows, run_id="tiny-2")
     with pytest.raises(TrainingError, match="tiny-1"):
-        train(other, HERE, memory_feed(rows), Remembered(), tmp_path / "step-000002")
+        train(other, HERE, memory_feed(rows), Remembered())
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_base_that_nobody_vouches_for_is_not_read(
         shutil.copytree(wanted.home.models, strangers.models)
         wanted = replace(wanted, home=strangers)
     with pytest.raises(SignatureError) as caught:
-        train(wanted, HERE, memory_feed(rows), Remembered(), None)
+        train(wanted, HERE, memory_feed(rows), Remembered())
     assert caught.value.reason == reason
     assert not (tmp_path / "run").exists()
 
