@@ -38,6 +38,7 @@ from actors.registry.facts import (
     Retired,
     RunEnded,
     RunFact,
+    RunIncident,
     Version,
     VersionFact,
 )
@@ -151,6 +152,10 @@ class Registry:
     async def end_run(self, fact: RunEnded, by: str) -> RunEnded:
         """Record how a run ended."""
         return await self._commit(fact, by, RunEnded)
+
+    async def incident(self, fact: RunIncident, by: str) -> RunIncident:
+        """Record what happened to the workers of a run."""
+        return await self._commit(fact, by, RunIncident)
 
     async def evaluation(self, fact: EvaluationFact, by: str) -> EvaluationFact:
         """Record an evaluation."""

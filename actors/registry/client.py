@@ -36,6 +36,7 @@ from actors.registry.facts import (
     Retired,
     RunEnded,
     RunFact,
+    RunIncident,
     Version,
     VersionFact,
 )
@@ -127,6 +128,10 @@ class RegistryClient:
     def end_run(self, fact: RunEnded) -> RunEnded:
         """Record how a run ended."""
         return self._call(RunEnded, "end_run", fact, self._by)
+
+    def incident(self, fact: RunIncident) -> RunIncident:
+        """Record what happened to the workers of a run."""
+        return self._call(RunIncident, "incident", fact, self._by)
 
     def evaluation(self, fact: EvaluationFact) -> EvaluationFact:
         """Record an evaluation."""

@@ -74,6 +74,8 @@ class RunFact(Fact):
     code_commit: str = ""
     tracking_run: str | None = None
     driver: Driver | None = None
+    changes: dict[str, str] = Field(default_factory=dict)
+    """What is set otherwise than in `recipe` since the run was taken up again, by the setting's path."""
 
 
 class CheckpointFact(Fact):
@@ -95,6 +97,23 @@ class RunEnded(Fact):
     status: Literal["completed", "failed", "stopped"]
     verdict: str = ""
     presumed: bool = False
+
+
+class RunIncident(Fact):
+    """A run lost workers, or was resized; it went on, or ended by it. `verdict` and `hint` are for a person.
+
+    `step` steps were done then; `lost_steps` of them, since the last commit, had to be trained again.
+    """
+
+    event: ClassVar[str] = "run-incident"
+    id: str
+    run_id: str
+    kind: str
+    verdict: str
+    hint: str = ""
+    step: int = Field(ge=0)
+    lost_steps: int = Field(default=0, ge=0)
+    at: datetime
 
 
 class EvaluationFact(Fact):
@@ -319,6 +338,7 @@ _FACTS: Final[Mapping[str, type[Fact]]] = {
         RunFact,
         CheckpointFact,
         RunEnded,
+        RunIncident,
         EvaluationFact,
         Version,
         GateBegun,

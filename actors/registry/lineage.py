@@ -22,6 +22,7 @@ from actors.registry.facts import (
     Retired,
     RunEnded,
     RunFact,
+    RunIncident,
     Version,
     portable,
 )
@@ -35,6 +36,7 @@ from cluster.errors import RequestError
 _ORDER: Final = (
     "data",
     "run",
+    "run-incident",
     "checkpoint",
     "evaluation",
     "version",
@@ -49,7 +51,7 @@ _ORDER: Final = (
 
 
 class Link(Config):
-    """One element of a chain. `kind` is one of data, run, checkpoint, evaluation, version, gate, alias,
+    """One element of a chain. `kind` is one of data, run, run-incident, checkpoint, evaluation, version, gate, alias,
     external-move, retired, replica, traffic and feedback."""
 
     id: str
@@ -240,7 +242,7 @@ def _parents(state: State, fact: Fact) -> tuple[str, ...]:
             above = (fact.parent,)
         case RunFact():
             above = (fact.data_version, fact.base if fact.base in state.stages else None)
-        case CheckpointFact():
+        case CheckpointFact() | RunIncident():
             above = (fact.run_id,)
         case EvaluationFact():
             above = (fact.version_id, fact.checkpoint_id, fact.run_id, fact.data_version)
@@ -268,6 +270,8 @@ def _note(state: State, fact: Fact) -> str:
             return f"{fact.stage}, {', '.join(f'{rows} {split}' for split, rows in fact.rows.items())}"
         case RunFact():
             return f"{state.run_status(fact.id)}, from {fact.base}"
+        case RunIncident():
+            return fact.verdict
         case CheckpointFact():
             return f"step {fact.step}"
         case EvaluationFact():

@@ -5,7 +5,8 @@ The moment is an argument, and an artifact has been stored before its `Register`
 Every command may arrive twice, because a caller whose answer was lost asks again. The second time adds nothing and
 gets the first answer:
 
-    facts (data, run, checkpoint, evaluation, feedback)   the same fact under the same id is known already
+    facts (data, run, checkpoint, incident, evaluation,   the same fact under the same id is known already
+    feedback)
     Register, Adopt                                       the same content under the same name is the same version
     Promote, Rollback, BeginGate, Retire                  carry the caller's command id, which the fact keeps
     EndGate, Pin                                          the same verdict, the same pin
@@ -38,6 +39,7 @@ from actors.registry.facts import (
     Retired,
     RunEnded,
     RunFact,
+    RunIncident,
     Stage,
     Version,
     VersionFact,
@@ -136,7 +138,7 @@ class Pin:
     why: str
 
 
-Recorded = DataFact | FeedbackFact | EvaluationFact
+Recorded = DataFact | FeedbackFact | EvaluationFact | RunIncident
 Command = (
     Recorded
     | RunFact
@@ -153,6 +155,8 @@ Command = (
     | Retire
     | Pin
 )
+_OF_ONE_START: Final = ("driver", "tracking_run", "changes")
+"""What of a run may be other each time that it is taken up."""
 AnyFact = TypeVar("AnyFact", bound=Recorded | RunFact | CheckpointFact)
 
 
@@ -229,6 +233,9 @@ def _record(state: State, fact: Recorded) -> Decision:
             above = (fact.parent,)
         case FeedbackFact():
             above = fact.versions
+        case RunIncident():
+            _require_known(state, {fact.run_id}, RunFact)
+            above = ()
         case EvaluationFact():
             above = (fact.run_id, fact.checkpoint_id, fact.data_version, fact.version_id)
     _require_known(state, {id_ for id_ in above if id_})
@@ -241,7 +248,7 @@ def _begin(state: State, run: RunFact) -> Decision:
         _require_known(state, {run.data_version} if run.data_version else set())
         return Decision((run,), run)
     before, after = known.model_dump(mode="json"), run.model_dump(mode="json")
-    changed = [name for name in after if name not in ("driver", "tracking_run") and before[name] != after[name]]
+    changed = [name for name in after if name not in _OF_ONE_START and before[name] != after[name]]
     if changed:
         raise StateError(
             f"Run {run.id!r} began with another {', '.join(changed)}.",

@@ -27,6 +27,7 @@ from actors.registry.facts import (
     Retired,
     RunEnded,
     RunFact,
+    RunIncident,
     RunStatus,
     Stage,
     Version,
@@ -200,6 +201,7 @@ def id_of(fact: Fact) -> str | None:
             | FeedbackFact()
             | RunFact()
             | CheckpointFact()
+            | RunIncident()
             | EvaluationFact()
             | Version()
             | GateBegun()

@@ -18,6 +18,7 @@ from actors.registry.facts import (
     Restored,
     Retired,
     RunFact,
+    RunIncident,
     RunStatus,
     Stage,
     Version,
@@ -56,6 +57,8 @@ class RunView(Config):
     verdict: str
     begun_at: datetime
     checkpoints: tuple[CheckpointFact, ...]
+    incidents: tuple[RunIncident, ...] = ()
+    """What happened to its workers, oldest first."""
 
 
 class VersionView(Config):
@@ -217,31 +220,37 @@ def run(state: State, run_id: str) -> RunView:
     event = state.entries.get(run_id)
     if event is None or not isinstance(event.fact, RunFact):
         raise unknown(state, run_id)
-    return _run(state, event.fact, event.at, _checkpoints(state).get(run_id, []))
+    return _run(state, event.fact, event.at, _below(state).get(run_id, []))
 
 
 def runs(state: State) -> tuple[RunView, ...]:
     """Every run, the newest first."""
-    checkpoints = _checkpoints(state)
+    below = _below(state)
     begun = [(event.fact, event.at) for event in state.entries.values() if isinstance(event.fact, RunFact)]
-    return tuple(_run(state, fact, at, checkpoints.get(fact.id, [])) for fact, at in reversed(begun))
+    return tuple(_run(state, fact, at, below.get(fact.id, [])) for fact, at in reversed(begun))
 
 
-def _checkpoints(state: State) -> dict[str, list[CheckpointFact]]:
-    found: dict[str, list[CheckpointFact]] = {}
+def _below(state: State) -> dict[str, list[CheckpointFact | RunIncident]]:
+    found: dict[str, list[CheckpointFact | RunIncident]] = {}
     for event in state.entries.values():
-        if isinstance(event.fact, CheckpointFact):
+        if isinstance(event.fact, CheckpointFact | RunIncident):
             found.setdefault(event.fact.run_id, []).append(event.fact)
     return found
 
 
-def _run(state: State, fact: RunFact, begun_at: datetime, checkpoints: Iterable[CheckpointFact]) -> RunView:
+def _run(
+    state: State, fact: RunFact, begun_at: datetime, below: Iterable[CheckpointFact | RunIncident]
+) -> RunView:
+    facts = tuple(below)
+    checkpoints = [each for each in facts if isinstance(each, CheckpointFact)]
+    incidents = [each for each in facts if isinstance(each, RunIncident)]
     return RunView(
         run=fact,
         status=state.run_status(fact.id),
         verdict=state.ended[fact.id].verdict if fact.id in state.ended else "",
         begun_at=begun_at,
         checkpoints=tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.step)),
+        incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
     )
 
 

@@ -47,10 +47,16 @@ def _draw(console: Console, found: "Status") -> None:
     if found.gateway is not None:
         console.print(f"Gateway: {found.gateway['url']}, HTTP {found.gateway['status'] or 'no answer'}")
     rows = [
-        (view.run.id, view.status, max((c.step for c in view.checkpoints), default=None), view.verdict)
+        (
+            view.run.id,
+            view.status,
+            max((c.step for c in view.checkpoints), default=None),
+            len(view.incidents),
+            view.verdict or (view.incidents[-1].verdict if view.incidents else ""),
+        )
         for view in found.runs
     ]
-    console.print(table("Latest runs", ["run", "status", "last checkpoint", "verdict"], rows))
+    console.print(table("Latest runs", ["run", "status", "last checkpoint", "incidents", "verdict"], rows))
     aliases = [
         (f"{model.name}@{alias}", f"{model.name}/{number}", model.base)
         for model in found.models

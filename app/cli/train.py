@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "Examples: `flywheel train error-triage` · `flywheel train my.yaml --set steps=20 --no-evaluate` · "
+    "`flywheel train my.yaml --resume RUN` · "
     "`flywheel train --audit RUN`"
 )
 
@@ -27,6 +28,10 @@ EXAMPLES = (
 def run(
     recipe: Annotated[str | None, typer.Argument(help="Recipe: a path or a shipped name.")] = None,
     evaluate: Annotated[bool, typer.Option(help="Evaluate, register and promote as the recipe says.")] = True,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Go on with this run from its last checkpoint.")
+    ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Begin a new run, though an earlier one is unfinished.")] = False,
     audit: Annotated[
         str | None, typer.Option(metavar="RUN", help="Train nothing; prove which rows a run was trained on.")
     ] = None,
@@ -39,11 +44,13 @@ def run(
         return
     if recipe is None:
         raise ConfigError("There is no recipe to train.", hint="`flywheel train --help` shows how it is called.")
+    if resume is not None and new:
+        raise ConfigError("--resume and --new exclude each other.", hint="Give one of the two.")
     settings = recipes.load(recipe, assignments or ())
     from app.pipelines import train  # imports ray, torch and transformers
 
     with Display(notes) as display:
-        turn = train.run(settings, Home.current(), display, evaluate=evaluate)
+        turn = train.run(settings, Home.current(), display, evaluate=evaluate, resume=resume, new=new)
     show(facts(turn), lambda console: draw(console, turn), as_json=as_json)
 
 

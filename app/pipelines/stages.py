@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -30,13 +31,17 @@ from actors.registry.facts import (
     GateEnded,
     RunEnded,
     RunFact,
+    RunIncident,
     Version,
     VersionFact,
 )
 from actors.registry.rules import LEGAL
+from actors.registry.views import RunView
+from actors.training.control import Incident
 from actors.training.controller import TrainingResult, new_run_id
 from actors.training.controller import train as run_training
 from app.pipelines.provenance import code_commit, lock_digest
+from app.pipelines.resume import flat, taken_up
 from app.recipe import Recipe
 from cluster.errors import ConfigError, DependencyError, FlywheelError, RequestError
 from cluster.models import StoredModel, obtain
@@ -118,26 +123,16 @@ def held_out(ground: Ground, examples: DataVersion) -> list[ChatExample]:
     return chats
 
 
-def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
-    """Train the recipe's adapter; the run is in the registry from its first moment to its end, however it ends."""
+def train(ground: Ground, base: StoredModel, data: Data, *, resume: RunView | None = None) -> TrainingResult:
+    """Train the recipe's adapter; the run is in the registry from its first moment to its end, however it ends.
+
+    `resume` is the run to go on with; `ConfigError` with the differences if the recipe is not the one it began with.
+    """
     recipe, registry = ground.recipe, ground.registry
-    run_id = new_run_id(recipe.name)
-    settings = recipe.model_dump(mode="json", by_alias=True)
-    commit = code_commit()
-    tracking_run = begin_tracking(ground, run_id, settings, commit)
-    registry.begin_run(
-        RunFact(
-            id=run_id,
-            name=recipe.name,
-            base=base.name,
-            base_digest=base.digest,
-            data_version=data.tokens.id,
-            recipe=settings,
-            recipe_digest=_digest(settings),
-            code_commit=commit,
-            tracking_run=tracking_run,
-        )
-    )
+    run = _run(ground, base, data) if resume is None else _taken_up(ground, base, data, resume)
+    run_id = run.id
+    tracking_run = begin_tracking(ground, run_id, run.recipe, run.code_commit)
+    registry.begin_run(run.model_copy(update={"tracking_run": tracking_run}))
     try:
         result = run_training(
             recipe,
@@ -150,13 +145,11 @@ def train(ground: Ground, base: StoredModel, data: Data) -> TrainingResult:
             tracking_run_id=tracking_run,
             sink=ground.sink,
             on_checkpoint=partial(_record_checkpoint, registry, run_id),
+            on_incident=partial(_record_incident, registry, run_id),
         )
-    except KeyboardInterrupt:
-        end_run(
-            ground,
-            tracking_run,
-            RunEnded(run_id=run_id, status="stopped", verdict="stopped by its user"),
-        )
+    except KeyboardInterrupt as stopped:
+        verdict = str(stopped) or "stopped by its user"
+        end_run(ground, tracking_run, RunEnded(run_id=run_id, status="stopped", verdict=verdict))
         raise
     except FlywheelError as error:
         end_run(ground, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=error.message))
@@ -287,11 +280,48 @@ def _record_checkpoint(
     registry.checkpoint(CheckpointFact(id=checkpoint_id, run_id=run_id, step=step, path=path, metrics=metrics))
 
 
+def _record_incident(registry: RegistryClient, run_id: str, incident: Incident) -> None:
+    registry.incident(
+        RunIncident(
+            id=f"{run_id}/incident-{incident.at:.3f}",
+            run_id=run_id,
+            kind=incident.kind,
+            verdict=incident.verdict,
+            hint=incident.hint,
+            step=incident.step,
+            lost_steps=incident.lost_steps,
+            at=datetime.fromtimestamp(incident.at, UTC),
+        )
+    )
+
+
+def _run(ground: Ground, base: StoredModel, data: Data) -> RunFact:
+    settings = ground.recipe.model_dump(mode="json", by_alias=True)
+    return RunFact(
+        id=new_run_id(ground.recipe.name),
+        name=ground.recipe.name,
+        base=base.name,
+        base_digest=base.digest,
+        data_version=data.tokens.id,
+        recipe=settings,
+        recipe_digest=_digest(settings),
+        code_commit=code_commit(),
+    )
+
+
+def _taken_up(ground: Ground, base: StoredModel, data: Data, view: RunView) -> RunFact:
+    settings = ground.recipe.model_dump(mode="json", by_alias=True)
+    run = taken_up(view, settings, name=ground.recipe.name, base_digest=base.digest, data_version=data.tokens.id)
+    if (commit := code_commit()) != run.code_commit:
+        run = run.model_copy(update={"changes": run.changes | {"code": f"{run.code_commit} → {commit}"}})
+    return run
+
+
 def begin_tracking(ground: Ground, run_id: str, settings: dict[str, Any], commit: str) -> str | None:
     """The tracker's id of the run; None if the tracker is away, for a run must not wait for whoever shows it."""
     try:
         return ground.tracker.begin_run(
-            run_id, experiment=ground.recipe.name, params=_flat(settings), tags={"flywheel.commit": commit}
+            run_id, experiment=ground.recipe.name, params=flat(settings), tags={"flywheel.commit": commit}
         )
     except DependencyError as error:
         logger.warning("run %s is not in the tracker: %s", run_id, error)
@@ -310,14 +340,3 @@ def end_run(ground: Ground, tracking_run: str | None, ended: RunEnded) -> None:
 
 def _digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def _flat(settings: dict[str, object], prefix: str = "") -> dict[str, str]:
-    """Nested settings as MLflow parameters: `optimizer.learning_rate` → `0.001`."""
-    flat: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = str(value)
-    return flat

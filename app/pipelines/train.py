@@ -9,6 +9,7 @@ from actors.training.controller import TrainingResult
 from app.display import Display
 from app.pipelines import stages
 from app.pipelines.registry import mirrored
+from app.pipelines.resume import require_choice
 from app.pipelines.stages import Data, Ground, Registration
 from app.recipe import Recipe
 from app.session import connected
@@ -36,15 +37,30 @@ def ground(recipe: Recipe, home: Home, display: Display) -> Iterator[Ground]:
         yield Ground(recipe, home, registry, MlflowTracker(uri), uri, display)
 
 
-def run(recipe: Recipe, home: Home, display: Display, *, evaluate: bool = True) -> Turn:
-    """Execute a recipe to its registered version. Needs or starts Ray."""
+def run(
+    recipe: Recipe,
+    home: Home,
+    display: Display,
+    *,
+    evaluate: bool = True,
+    resume: str | None = None,
+    new: bool = False,
+) -> Turn:
+    """Execute a recipe to its registered version. Needs or starts Ray.
+
+    `resume` is the id of the run to go on with; without it and without `new`, a run of the recipe's name that is not
+    completed is a `ConfigError`.
+    """
     with connected(), ground(recipe, home, display) as standing:
+        earlier = standing.registry.run(resume) if resume is not None else None
+        if earlier is None and not new:
+            require_choice(recipe.name, standing.registry.runs())
         with display.stage("models"):
             (base,) = stages.models(standing, recipe.model.base)
         with display.stage("data"):
             data = stages.data(standing, base)
         with display.stage("train"):
-            result = stages.train(standing, base, data)
+            result = stages.train(standing, base, data, resume=earlier)
         if not evaluate:
             return Turn(base, data, result, None, None)
         with display.stage("evaluate"):

@@ -25,6 +25,7 @@ from actors.registry.facts import (
     Origin,
     RunEnded,
     RunFact,
+    RunIncident,
     VersionFact,
 )
 from actors.registry.ledger import Ledger
@@ -134,6 +135,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     ),
     "begin-run": commit(RunFact(id="r2", name=NAME, base="smol", base_digest="d", recipe={"steps": 1})),
     "checkpoint": commit(CheckpointFact(id="r/step-2", run_id="r", step=2, path=Path("/c2"))),
+    "incident": commit(RunIncident(id="r/i-1", run_id="r", kind="killed", verdict="Rank 1 died.", step=3, at=NOW)),
     "end-run": commit(RunEnded(run_id="r", status="completed", verdict="well")),
     "evaluation": commit(EvaluationFact(id="eval-1", run_id="r", checkpoint_id="r/step-1", passed=True)),
     "register": _RegisterFolder(5),

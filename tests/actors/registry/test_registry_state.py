@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.registry import views
 from actors.registry.facts import (
     AliasMove,
     Artifact,
@@ -20,11 +21,13 @@ from actors.registry.facts import (
     Origin,
     RunEnded,
     RunFact,
+    RunIncident,
     Version,
     VersionFact,
     decode,
     encode,
 )
+from actors.registry.lineage import chain
 from actors.registry.rules import Adopt, BeginGate, Command, Pin, Promote, Register, Retire, Rollback, check, decide
 from actors.registry.snapshot import Split
 from actors.registry.state import State, apply, held, replay, snapshot
@@ -165,6 +168,7 @@ def test_where_an_alias_stood_at_a_moment(machine: Machine) -> None:
         (EvaluationFact(id="e", run_id="r", passed=True), "'r'"),
         (DataFact(id="d", name="d", digest="d", stage="tokens", parent="errors@3"), "errors@3"),
         (RunFact(id="r", name="r", base="b", base_digest="", data_version="errors@3"), "errors@3"),
+        (RunIncident(id="i", run_id="r", kind="killed", verdict="Rank 1 died.", step=1, at=START), "'r'"),
     ],
 )
 def test_what_is_unknown_is_named(machine: Machine, command: Command, complaint: str) -> None:
@@ -247,6 +251,27 @@ def test_a_stopped_run_may_be_taken_up_by_another_driver_a_completed_one_not(mac
     machine.do(RunEnded(run_id="triage-1", status="completed"))
     with pytest.raises(StateError, match="completed"):
         machine.do(again)
+
+
+def test_a_run_that_is_taken_up_says_what_is_set_otherwise(machine: Machine) -> None:
+    event = machine.state.entries["triage-1"]
+    assert isinstance(event.fact, RunFact)
+    machine.do(RunEnded(run_id="triage-1", status="failed"))
+    machine.do(event.fact.model_copy(update={"changes": {"parallel.workers.max": "2 → 1"}}))
+    assert views.run(machine.state, "triage-1").run.changes == {"parallel.workers.max": "2 → 1"}
+
+
+def test_what_happened_to_the_workers_is_told_with_the_run_once(machine: Machine) -> None:
+    day = timedelta(days=1)
+    later = RunIncident(id="i2", run_id="triage-1", kind="stuck", verdict="Rank 0 is stuck.", step=7, at=START + day)
+    first = RunIncident(id="i1", run_id="triage-1", kind="killed", verdict="Rank 1 died.", step=5, at=START)
+    for fact in (later, first, first):
+        machine.do(fact)
+    assert views.run(machine.state, "triage-1").incidents == (first, later)
+    assert machine.state.run_status("triage-1") == "running"
+    links = {link.id: link for link in chain(machine.state, "triage-1")}
+    assert links["i1"].note == "Rank 1 died."
+    assert links["i1"].parents == ("triage-1",)
 
 
 def test_what_a_run_says_outweighs_what_was_presumed(machine: Machine) -> None:
