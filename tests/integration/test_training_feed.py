@@ -6,7 +6,7 @@ The workers train nothing. They note the rows they get, commit now and then, and
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,11 @@ import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from actors.data.build import build
+from actors.data.config import DataConfig, SourceConfig
+from actors.data.prepare import prepare
 from actors.training import batching, feed, sharing
+from actors.training.audit import sample_facts
 from actors.training.batching import MicroBatch
 from actors.training.config import ParallelConfig
 from actors.training.layout import Layout
@@ -26,12 +30,19 @@ from actors.training.ledger import Ledger, Notes, audit
 from actors.training.order import Order
 from actors.training.steps import StepPlan
 from cluster.session import Session
+from cluster.storage import Home
 from tests.actors.training.small import packed_rows
 
 pytestmark = pytest.mark.integration
 
 ROWS, STEPS, BATCH, EVERY = 29, 14, 4, 2  # an epoch is 7 steps
 SPLIT = (7, 22)  # rows of the files, of which none ends where a batch ends
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -146,3 +157,69 @@ def assert_rows(folder: Path, table: pa.Table) -> None:
         # Steps 4 and 5 were done twice, and on two ranks that share a replica each row arrives twice.
         assert {tuple(row) for row in rows} == {tuple(row) for row in expected}
         assert len(rows) in (BATCH, 2 * BATCH, 2 * BATCH - 1)
+
+
+def test_a_position_in_packed_rows_is_a_position_in_samples(ray_session: Session, tmp_path: Path) -> None:
+    """On a version that was really prepared: packed once, so that whoever goes on finds its samples without packing."""
+    home = Home(tmp_path / "home")
+    source = tmp_path / "sums.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": f"{n} + {n}", "completion": str(2 * n)}) for n in range(300)))
+    config = DataConfig(train=SourceConfig(source=str(source)), max_length=256)
+    tokens = prepare(build(str(source), config, home), config, tokenizer(tmp_path / "tokenizer"), home)
+
+    facts = sample_facts(tokens, home)
+    assert facts.counts.sum() == tokens.splits["train"].examples
+    assert facts.counts.max() > 2  # it is packed
+    rows = tokens.splits["train"].rows
+    spread = StepPlan(rows=rows, steps=3 * rows, global_batch_size=1, micro_batch_size=1, world_size=1)
+    whole = Order.of(spread, seed=0, shuffle=True)
+
+    # An epoch is cut anywhere: what was taken before and what is left are all samples of the split, each once.
+    cut = rows // 3
+    taken = [samples(feed.Stream.of(tokens, home, spread, whole, int), *part) for part in ((0, cut), (cut, rows))]
+    every = [sample for part in taken for sample in part]
+    assert len(every) == len(set(every)) == tokens.splits["train"].examples
+    assert not set(taken[0]) & set(taken[1])
+
+    notes = Notes(whole)
+    for batch in batches(feed.Stream.of(tokens, home, spread, whole, int), spread, cut, 2 * rows):
+        assert batch.origin is not None
+        notes.add(batch.origin.positions, batch.origin.rows, batch.origin.samples)
+    later = notes.take()
+    assert later.epochs[1].samples == tokens.splits["train"].examples
+    found = audit(later, whole, step=2 * rows, batch=1, samples=facts)
+    assert (found.lost, found.repeated, found.proven) == (cut, 0, True)
+
+
+def samples(stream: feed.Stream, begin: int, end: int) -> list[str]:
+    """The ids in the rows at these positions."""
+    read = [part.column("sample_ids").to_pylist() for part in shares(stream, begin, end)]
+    return [sample for part in read for row in part for sample in row]
+
+
+def batches(stream: feed.Stream, spread: StepPlan, begin: int, end: int) -> Iterator[MicroBatch]:
+    until = replace(spread, steps=end)
+    return batching.micro_batches(shares(stream, begin, end), until, rank=0, start=begin)
+
+
+def shares(stream: feed.Stream, begin: int, end: int) -> Iterator[pa.Table]:
+    return (part for whole in feed._read(stream, begin, end, 1) for part in feed.rows_of(whole))
+
+
+def tokenizer(folder: Path) -> Path:
+    """One of bytes, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    special = ["<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        ["user assistant"], trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=special, eos_token="<|im_end|>")
+    made.chat_template = CHATML
+    made.save_pretrained(folder)
+    return folder

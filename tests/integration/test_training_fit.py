@@ -19,8 +19,12 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.data.version import DataVersion, ShardManifest, SplitManifest
+from actors.training.audit import sample_facts
 from actors.training.controller import TrainingResult, new_run_id, train
+from actors.training.ledger import Ledger, audit
 from actors.training.loop import train as learn
+from actors.training.order import Order
+from actors.training.steps import StepPlan
 from cluster.errors import ConfigError
 from cluster.models import StoredModel, obtain
 from cluster.progress import Progress
@@ -191,6 +195,9 @@ def test_two_ddp_workers_of_which_one_dies_learn_what_one_process_learns(
     kept = sorted(path.name for path in (store.runs / result.run_id).glob("step-*"))
     assert kept == ["step-000004", "step-000006", "step-000008"]
     assert not list((store.runs / result.run_id).glob(".partial-*"))
+    order = Order.of(StepPlan(ROWS, STEPS, 4, 1, 2), seed=0, shuffle=True)
+    ledger = Ledger.from_json((store.runs / result.run_id / kept[-1] / "ledger.json").read_text())
+    assert audit(ledger, order, step=STEPS, batch=4, samples=sample_facts(data, store)).exact
     steps = [progress.done for progress in found.progress]
     assert steps[:4] == [1, 2, 3, 4]
     assert 5 in steps
