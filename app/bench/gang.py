@@ -38,14 +38,14 @@ class Gang:
             for rank, (_, pipe) in enumerate(members):
                 pipe.send((rank, world_size, str(Path(folder) / "rendezvous"), work, args))
             answers: dict[int, tuple[bool, Any]] = {}
-            pipes = {pipe: rank for rank, (_, pipe) in enumerate(members)}
-            while pipes:
-                ready = wait(list(pipes), timeout_s)
+            waiting = {rank: pipe for rank, (_, pipe) in enumerate(members)}
+            while waiting:
+                ready = wait(list(waiting.values()), timeout_s)
                 if not ready:
                     self.close()
-                    raise TimeoutError(f"ranks {sorted(pipes.values())} of {world_size} did not answer: {answers}")
-                for pipe in ready:
-                    rank = pipes.pop(pipe)
+                    raise TimeoutError(f"ranks {sorted(waiting)} of {world_size} did not answer: {answers}")
+                for rank, pipe in [item for item in waiting.items() if item[1] in ready]:
+                    del waiting[rank]
                     try:
                         answers[rank] = pipe.recv()
                     except EOFError:
