@@ -172,7 +172,7 @@ def assert_same(found: Fit, alone: Trace) -> None:
     trained = load_file(found.result.adapter / "adapter_model.safetensors")
     assert trained.keys() == weights.keys()
     for name, tensor in trained.items():
-        assert tensor.numpy() == pytest.approx(weights[name].numpy(), rel=1e-3, abs=1e-4)
+        assert tensor.numpy() == pytest.approx(weights[name].numpy(), rel=1e-3, abs=5e-4)
 
 
 def test_two_ddp_workers_of_which_one_dies_learn_what_one_process_learns(

@@ -126,6 +126,7 @@ class Checkpoints:
             choose = partial(self._choose, frozenset(damaged))
             found = self._agreement.each(choose if self._rank == 0 else _nothing)[0]
             if found is None:
+                self._staging.prepare(state)
                 return None
             checkpoint, ledger = found
             wrong = {file for files in self._agreement.each(partial(self._fill, checkpoint, state)) for file in files}
@@ -134,6 +135,7 @@ class Checkpoints:
             damaged.add(checkpoint.name)
             why = f"when run {self._run_id} went on, not what had been saved: {', '.join(sorted(wrong))}"
             self._agreement.each(partial(self._condemn, checkpoint.name, why) if self._rank == 0 else _nothing)
+        self._staging.prepare(state)
         # Whoever died after this checkpoint may not have told of it.
         self._tell(checkpoint.position, checkpoint.name, checkpoint.metrics, resumed=True)
         return Resumed(checkpoint.position, ledger, self._uri(checkpoint.name))

@@ -6,6 +6,8 @@ of them. Its `.metadata` is a pickle that torch reads: `read` is for files whose
 """
 
 import hashlib
+import logging
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.logging_handlers import DCP_LOGGER_NAME
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +28,9 @@ from cluster.errors import TrainingError
 
 # We say `no_dist` where one process works alone, and mean it.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+# DCP notes the beginning and end of every tensor, at a level of its own choice, also where nobody asked for it.
+logging.getLogger(f"c10d-{DCP_LOGGER_NAME}").setLevel(logging.WARNING)
 
 _META: Final = torch.device("meta")
 
@@ -40,18 +46,35 @@ class Staging:
         """The state's shapes, dtypes and layouts, without any memory."""
         self.buffers: dict[str, torch.Tensor] = {}
         self._written: frozenset[str] | None = None
+        self._preparing: threading.Thread | None = None
+
+    @torch.no_grad()
+    def prepare(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Have the buffers for such a state ready soon: new memory is several times as slow as memory in use."""
+        self._outline(state)
+        parts = [(name, _local(tensor)) for name, tensor in state.items()]
+        shapes = [(name, part.shape, part.dtype, part.is_cuda) for name, part in parts]
+
+        def allocate() -> None:
+            for name, shape, dtype, pinned in shapes:
+                self.buffers[name] = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+
+        self._preparing = threading.Thread(target=allocate, name="checkpoint-buffers", daemon=True)
+        self._preparing.start()
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, torch.Tensor]) -> int:
         """Copy what this rank will write of `state`, and return when it is copied. Returns its bytes."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         if state.keys() != self.outline.keys():
-            self.outline = {name: _outline(tensor) for name, tensor in state.items()}
-            self.buffers, self._written = {}, None
+            self._outline(state)
         copied, device = 0, None
         for name, tensor in state.items():
             if self._written is not None and name not in self._written:
                 continue
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = _local(tensor)
             buffer = self.buffers.get(name)
             if buffer is None:
                 buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
@@ -63,6 +86,10 @@ class Staging:
         if device is not None:
             torch.cuda.current_stream(device).synchronize()
         return copied
+
+    def _outline(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.outline = {name: _outline(tensor) for name, tensor in state.items()}
+        self.buffers, self._written = {}, None
 
     def keep_only(self, names: Collection[str]) -> None:
         """From now on copy only these: the others are written by other ranks."""
@@ -126,10 +153,15 @@ def read_whole(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _outline(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
-    local = tensor.to_local()
+    local = _local(tensor)
     return DTensor.from_local(
         torch.empty(local.shape, dtype=local.dtype, device=_META),
         tensor.device_mesh,
