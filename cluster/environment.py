@@ -36,6 +36,9 @@ _QUIET: Final = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    # transformers' save_pretrained imports DeepSpeed, which would say on stdout that it finds no GPU. Training with
+    # ZeRO sets this for itself.
+    "DS_ACCELERATOR": "cpu",
 }
 
 _CPU: Final = {
