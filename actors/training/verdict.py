@@ -87,6 +87,9 @@ def failure_of(
     `memory_kills`: how many processes the kernel has killed for memory on that node since the group began; None: it
     cannot be known (nobody is left there).
     """
+    cause = getattr(error, "cause", None)
+    if isinstance(error, RayError) and isinstance(cause, Exception) and failures.is_mistake(cause):
+        error = cause  # what user code in a task (of Ray Data) raised, or we did
     inner = getattr(error, "health_check_failure", error)
     dead = inner is not error  # Ray Train wraps what it finds instead of a living worker
 
@@ -113,9 +116,6 @@ def failure_of(
         return made("silent", f"did not answer any more: {_first_line(inner)}")
     if isinstance(error, FlywheelError):
         return made("error" if error.retryable else "mistake", f"failed: {_first_line(error)}", error.hint)
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, Exception) and failures.is_mistake(cause):
-        error = cause  # user code in a task of Ray Data
     said = _first_line(error)
     text = f"failed: {type(error).__name__}{f': {said}' if said else ''}"
     if isinstance(error, RayError) and not failures.is_mistake(error):

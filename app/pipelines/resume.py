@@ -18,7 +18,9 @@ MAY_CHANGE: Final = (
     "optimizer.micro_batch_size",
     "activation_checkpointing",
     "compile",
-    "checkpoint",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "checkpoint.best",
     "failures",
     "elastic",
 )

@@ -95,6 +95,7 @@ def test_what_comes_after_training_may_change_without_a_word() -> None:
         ("steps=77", "steps: .* → 77"),
         ("seed=5", "seed: 0 → 5"),
         ("adapter.r=2", "adapter.r: .* → 2"),
+        ("checkpoint.storage=/elsewhere", "checkpoint.storage: None → /elsewhere"),
         ("precision=fp32", "precision: bf16 → fp32"),
         ("data.max_length=64", "data.max_length: .* → 64"),
     ],

@@ -1,0 +1,133 @@
+"""A Ray cluster of several nodes on one machine, each a process tree that can be lost as a machine is.
+
+For benches and tests of what happens to a run when nodes come and go. The cluster is nobody else's: its own ports,
+temp folder and environment, and only what it has started is ever ended.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import psutil
+
+_STORE_BYTES: Final = 100_000_000
+_START_S: Final = 90.0
+# How soon Ray itself knows that a node is lost: the stock settings take up to 25 s. Read by the head at its start.
+_NOTICE: Final = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node: the process that `ray start --block` is, parent of all that belongs to it."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+class Raylets:
+    """`with Raylets() as cluster:` a head; nodes are added, and lost."""
+
+    def __init__(self, env: Mapping[str, str] | None = None, *, head_cpus: int = 1) -> None:
+        """`env` is added to the environment of every node."""
+        self._folder = Path(tempfile.mkdtemp(prefix="fw-rl-", dir="/tmp"))  # Ray's sockets need a short path
+        port = _free_port()
+        self.address = f"127.0.0.1:{port}"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.env = {**kept, **_NOTICE, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **(env or {})}
+        """The environment for a driver, too; it needs RAY_ADDRESS besides."""
+        self._nodes: list[Node] = []
+        self._start(
+            "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._folder}",
+            f"--num-cpus={head_cpus}", f"--ray-client-server-port={_free_port()}",
+        )  # fmt: skip
+        self._until_up(port)
+
+    def add(self, cpus: int = 1) -> Node:
+        """Start one more node; returns at once, Ray sees it seconds later."""
+        return self._start(f"--address={self.address}", f"--num-cpus={cpus}")
+
+    def lose(self, node: Node) -> None:
+        """The node is gone from one moment to the next, with all its processes."""
+        _end(node.process, signal.SIGKILL)
+        self._nodes.remove(node)
+
+    def close(self) -> None:
+        """End what was started, the last first."""
+        for node in reversed(self._nodes):
+            _end(node.process, signal.SIGKILL)
+        self._nodes.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, *arguments: str) -> Node:
+        log = self._folder / f"node-{len(self._nodes)}-{time.monotonic_ns()}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [
+                    str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats",
+                    f"--object-store-memory={_STORE_BYTES}", "--node-ip-address=127.0.0.1", *arguments,
+                ],
+                env=self.env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        node = Node(process, log)
+        self._nodes.append(node)
+        return node
+
+    def _until_up(self, port: int) -> None:
+        deadline = time.monotonic() + _START_S
+        head = self._nodes[0]
+        while time.monotonic() < deadline and head.process.poll() is None:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                if b"Ray runtime started" in head.log.read_bytes():
+                    return
+            time.sleep(0.1)
+        text = head.log.read_text(errors="replace")
+        self.close()
+        raise RuntimeError(f"the head did not start:\n{text[-2000:]}")
+
+
+def _tree(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(process.pid)
+        yield top
+        yield from top.children(recursive=True)
+
+
+def _end(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
+    found = list(_tree(process))
+    for each in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(sign)
+    psutil.wait_procs(found, timeout=10)
+    process.wait(timeout=10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
