@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 PACKED = "flywheel_packed"
@@ -70,6 +71,34 @@ def packed_attention(
         ]
     together = torch.cat(attended, dim=2).to(query.dtype)
     return together[0].unflatten(1, (rows, tokens)).permute(1, 2, 0, 3).contiguous(), None
+
+
+def varlen_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: None,
+    *,
+    position_ids: torch.Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`packed_attention` by the flash kernel of a GPU, which takes half precision alone and drops nothing out."""
+    rows, _heads, tokens, _depth = query.shape
+    if dropout or query.dtype == torch.float32:
+        packed: tuple[torch.Tensor, None] = packed_attention(
+            module, query, key, value, mask, position_ids=position_ids, scaling=scaling, dropout=dropout
+        )
+        return packed
+    lengths = example_lengths(position_ids.expand(rows, tokens))
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(device=query.device, dtype=torch.int32)
+    heads_last = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # [B·T, H, D]
+    attended: torch.Tensor = varlen_attn(
+        *heads_last, ends, ends, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0), enable_gqa=True
+    )
+    return attended.unflatten(0, (rows, tokens)), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
