@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from actors.training.batching import NO_LOSS, MicroBatch
+from actors.training.context import Context
 from cluster.errors import ConfigError
 
 _HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -43,9 +44,12 @@ def summed_loss(
     Logits exist for the loss positions alone, [N, V] instead of [B, T, V]. Without any, the loss is a 0 that
     still has a gradient (of zeros), as those who exchange gradients expect.
     """
-    wanted = targets(labels, position_ids)
+    return _loss_of(head, hidden[:, :-1], targets(labels, position_ids))
+
+
+def _loss_of(head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     learned = wanted != NO_LOSS
-    logits = head(hidden[:, :-1][learned])
+    logits = head(hidden[learned])
     return functional.cross_entropy(logits.float(), wanted[learned], reduction="sum")
 
 
@@ -67,11 +71,25 @@ class SftObjective(torch.nn.Module):
             )
         self.model = model
         self.precision = precision
+        self.context: Context | None = None
+        """Set where ranks share each row: the loss is then that of this rank's part of the tokens."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """`summed_loss` of the model's predictions. Inputs are [B, T] int64."""
+        """`summed_loss` of the model's predictions. Inputs are [B, T] int64, whole rows also where ranks share them."""
         low = self.precision == "bf16"
         with torch.autocast(input_ids.device.type, torch.bfloat16) if low else nullcontext():
             decoder = self.model.get_decoder()
-            hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-            return summed_loss(self.model.get_output_embeddings(), hidden, labels, position_ids)
+            head = self.model.get_output_embeddings()
+            if self.context is None:
+                hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+                return summed_loss(head, hidden, labels, position_ids)
+            whole = self.context.padded(position_ids)
+            hidden = decoder(
+                input_ids=self.context.part(input_ids, 0),
+                position_ids=self.context.part(whole, 0),
+                use_cache=False,
+                # For the attention, which transformers hands what a decoder does not know.
+                context=self.context,
+                row_position_ids=whole,
+            ).last_hidden_state
+            return _loss_of(head, hidden, self.context.targets(targets(labels, position_ids)))
