@@ -248,6 +248,10 @@ class Registry:
         await self._close_abandoned()
         return views.runs(self._ledger.state)
 
+    async def needed_checkpoints(self, run_id: str) -> dict[int, str]:
+        """The steps of a run whose checkpoints must stay, each with the reason."""
+        return views.needed_checkpoints(self._ledger.state, run_id)
+
     async def history(self, name: str) -> tuple[views.HistoryEntry, ...]:
         """Everything that happened to a name."""
         return views.history(self._ledger.state, name)

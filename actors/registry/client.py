@@ -234,6 +234,10 @@ class RegistryClient:
         """Every run, the newest first."""
         return self._call(tuple, "runs")
 
+    def needed_checkpoints(self, run_id: str) -> dict[int, str]:
+        """The steps of a run whose checkpoints must stay, each with the reason."""
+        return self._call(dict, "needed_checkpoints", run_id)
+
     def history(self, name: str) -> tuple[HistoryEntry, ...]:
         """Everything that happened to a name, oldest first."""
         return self._call(tuple, "history", name)

@@ -79,14 +79,20 @@ class RunFact(Fact):
 
 
 class CheckpointFact(Fact):
-    """A run committed a checkpoint. `id` is `run/step-N`."""
+    """A run committed a checkpoint. `id` is `run/step-N`, `path` its folder or its `s3://…`."""
 
     event: ClassVar[str] = "checkpoint"
     id: str
     run_id: str
     step: int = Field(ge=0)
-    path: Path
+    path: str
     metrics: dict[str, float] = Field(default_factory=dict)
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _text(cls, path: Any) -> Any:
+        """A path of this machine may be given as one."""
+        return str(path) if isinstance(path, Path) else path
 
 
 class RunEnded(Fact):

@@ -189,7 +189,8 @@ class _Rules:
             self._owners.setdefault(_plain(location(version, home)), []).append(version)
             if version.id in why:
                 self._digests.add(version.digest)
-        self._checkpoints = {_plain(fact.path): fact for fact in _facts(state, CheckpointFact)}
+        facts = [fact for fact in _facts(state, CheckpointFact) if "://" not in fact.path]
+        self._checkpoints = {_plain(Path(fact.path)): fact for fact in facts}
         kept = [version for several in state.versions.values() for version in several if version.id in why]
         self._made_from = {version.checkpoint_id for version in kept} | {
             fact.checkpoint_id for fact in _facts(state, EvaluationFact) if fact.passed

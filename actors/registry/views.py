@@ -238,9 +238,7 @@ def _below(state: State) -> dict[str, list[CheckpointFact | RunIncident]]:
     return found
 
 
-def _run(
-    state: State, fact: RunFact, begun_at: datetime, below: Iterable[CheckpointFact | RunIncident]
-) -> RunView:
+def _run(state: State, fact: RunFact, begun_at: datetime, below: Iterable[CheckpointFact | RunIncident]) -> RunView:
     facts = tuple(below)
     checkpoints = [each for each in facts if isinstance(each, CheckpointFact)]
     incidents = [each for each in facts if isinstance(each, RunIncident)]
@@ -252,6 +250,27 @@ def _run(
         checkpoints=tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.step)),
         incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
     )
+
+
+def needed_checkpoints(state: State, run_id: str) -> dict[int, str]:
+    """The steps of a run whose checkpoints the registry needs, each with the reason.
+
+    A version or an evaluation was made from them: so those of alias targets and of parents are among them. Not those
+    of versions whose files have been freed.
+    """
+    why: dict[int, str] = {}
+    for event in state.entries.values():
+        fact = event.fact
+        if not isinstance(fact, EvaluationFact | Version) or fact.checkpoint_id is None:
+            continue
+        made_from = state.entries.get(fact.checkpoint_id)
+        if made_from is None or not isinstance(made_from.fact, CheckpointFact) or made_from.fact.run_id != run_id:
+            continue
+        if isinstance(fact, EvaluationFact):
+            why.setdefault(made_from.fact.step, f"evaluation {fact.id} measured it")
+        elif fact.id not in state.collected:
+            why[made_from.fact.step] = f"version {fact.id} was made from it"
+    return why
 
 
 def history(state: State, name: str) -> tuple[HistoryEntry, ...]:

@@ -17,8 +17,8 @@ OnCheckpoint = Callable[[str, int, str, Mapping[str, float]], None]
 May be called again for the same checkpoint after a restart, so it must be idempotent. Must be picklable."""
 
 
-Protected = Callable[[], Mapping[str, str]]
-"""Names of the run's checkpoints that must stay, each with the reason; `FlywheelError` while nobody can say.
+Protected = Callable[[], Mapping[int, str]]
+"""Steps of the run whose checkpoints must stay, each with the reason; `FlywheelError` while nobody can say.
 
 Must be picklable."""
 

@@ -2,7 +2,23 @@
 
 import typer
 
-from app.cli import bench, chat, data, demo, doctor, evaluate, index, keys, models, plan, search, serve, status, train
+from app.cli import (
+    bench,
+    chat,
+    checkpoint,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    index,
+    keys,
+    models,
+    plan,
+    search,
+    serve,
+    status,
+    train,
+)
 
 cli = typer.Typer(
     name="flywheel",
@@ -17,5 +33,6 @@ for verb in (doctor, demo, plan, train, evaluate, serve, index, search, chat, st
     cli.command(name=verb.__name__.rpartition(".")[2], epilog=verb.EXAMPLES)(verb.run)
 cli.add_typer(data.cli, name="data")
 cli.add_typer(models.cli, name="models")
+cli.add_typer(checkpoint.cli, name="checkpoint")
 cli.add_typer(keys.cli, name="keys")
 cli.add_typer(bench.cli, name="bench")

@@ -145,6 +145,7 @@ def train(ground: Ground, base: StoredModel, data: Data, *, resume: RunView | No
             tracking_run_id=tracking_run,
             sink=ground.sink,
             on_checkpoint=partial(_record_checkpoint, registry, run_id),
+            protected=partial(registry.needed_checkpoints, run_id),
             on_incident=partial(_record_incident, registry, run_id),
         )
     except KeyboardInterrupt as stopped:

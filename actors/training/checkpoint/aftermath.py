@@ -39,7 +39,7 @@ class Aftermath:
         self._on_commit = on_commit
         self._protected = protected
         self._retry_s = retry_s
-        self._resumed_from: set[str] = set()
+        self._resumed_from: set[int] = set()
         self._untold: deque[_News] = deque()
         self._swept = True
         self._wake = threading.Condition()
@@ -51,7 +51,7 @@ class Aftermath:
         """Take the news of one checkpoint; never waits and never fails."""
         with self._wake:
             if resumed:
-                self._resumed_from.add(manifest.name_of(position.step))
+                self._resumed_from.add(position.step)
             self._untold.append((position, uri, dict(metrics)))
             self._swept = False
             self._wake.notify()
@@ -89,7 +89,12 @@ class Aftermath:
     def _tell(self) -> None:
         while self._untold:
             if self._on_commit is not None:
-                self._on_commit(*self._untold[0])
+                try:
+                    self._on_commit(*self._untold[0])
+                except FlywheelError as error:
+                    if error.retryable or len(self._untold) == 1:
+                        raise
+                    logger.warning("the registry does not take %s: %s", self._untold[0][1], error)
             self._untold.popleft()
 
     def _sweep(self) -> None:
@@ -98,7 +103,7 @@ class Aftermath:
         self._swept = True  # what is committed from here on asks for another one
         try:
             there = manifest.committed(self._storage)
-            kept = self._resumed_from | {name for name, _ in (self._protected() if self._protected else {}).items()}
+            kept = self._resumed_from | set(self._protected() if self._protected else ())
             for checkpoint in to_remove(there, self._policy, kept):
                 self._storage.remove(checkpoint.name)
                 logger.info("%s of run %s is removed: newer ones are kept", checkpoint.name, self._run_id)

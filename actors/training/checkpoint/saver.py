@@ -133,7 +133,7 @@ class Checkpoints:
             if not wrong:
                 break
             damaged.add(checkpoint.name)
-            why = f"when run {self._run_id} went on, not what had been saved: {', '.join(sorted(wrong))}"
+            why = f"{', '.join(sorted(wrong))} not as saved, when the run was to go on from it"
             self._agreement.each(partial(self._condemn, checkpoint.name, why) if self._rank == 0 else _nothing)
         self._staging.prepare(state)
         # Whoever died after this checkpoint may not have told of it.

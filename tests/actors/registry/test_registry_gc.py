@@ -132,7 +132,7 @@ def test_checkpoints_of_completed_runs_go_unless_a_version_was_made_from_them() 
     made = version(1, checkpoint_id="run/step-20")
     state = pinned(state_of(made), 1)
     state = replace(state, entries={**state.entries, **log(("run", run), *((step.id, step) for step in steps))})
-    things = [found(step.path, "checkpoint") for step in steps] + [
+    things = [found(Path(step.path), "checkpoint") for step in steps] + [
         found(HOME.runs / "run" / "step-000030", "checkpoint")
     ]
     assert freed(state, *things) == []
