@@ -30,7 +30,7 @@ from cluster.errors import TrainingError
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 # DCP notes the beginning and end of every tensor, at a level of its own choice, also where nobody asked for it.
-logging.getLogger(f"c10d-{DCP_LOGGER_NAME}").setLevel(logging.WARNING)
+logging.getLogger(f"c10d-NullHandler-{DCP_LOGGER_NAME}").setLevel(logging.WARNING)
 
 _META: Final = torch.device("meta")
 
