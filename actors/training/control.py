@@ -12,11 +12,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
+
+from cluster.errors import StateError
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +190,7 @@ class Control:
 
 
 class RunControl(Control):
-    """The Ray actor of one run. Made by `start`; ends with its driver."""
+    """The Ray actor of one run. Made by `running`; ends with its driver."""
 
     def set_controller(self, handle: Sequence[Any]) -> None:
         """Keep the handle of Ray Train's controller, in a list so that Ray does not resolve it."""
@@ -203,19 +206,27 @@ def name_of(run_id: str) -> str:
     return f"control:{run_id}"
 
 
-def start(run_id: str) -> Any:
-    """The actor of `run_id`, on this node, new; it ends with this driver."""
+@contextmanager
+def running(run_id: str) -> Iterator[Any]:
+    """The actor of `run_id`, on this node, for as long as the block runs.
+
+    Raises `StateError` if there is one already: somebody on this cluster trains this run now.
+    """
     import ray
+    from ray.exceptions import ActorAlreadyExistsError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor = (
-        ray.remote(RunControl)
-        .options(name=name_of(run_id), num_cpus=0, max_concurrency=1, scheduling_strategy=here)
-        .remote()
-    )
-    ray.get(actor.ready.remote())
-    return actor
+    placed = ray.remote(RunControl).options(name=name_of(run_id), num_cpus=0, scheduling_strategy=here)
+    try:
+        actor = placed.remote()
+    except ActorAlreadyExistsError:
+        raise StateError(f"Run {run_id!r} is being trained here already.", hint="Wait for it, or stop it.") from None
+    try:
+        ray.get(actor.ready.remote())
+        yield actor
+    finally:
+        ray.kill(actor)
 
 
 class Link(Protocol):

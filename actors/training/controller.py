@@ -102,9 +102,11 @@ def train(
     require_room(config, per_worker)
     run_folder = home.runs / require_file_name(run_id, what="run id")
     storage = storage_at(run_folder, run_id, config.checkpoint.storage)
-    control = controls.start(run_id)
     elastic = workers.min != workers.max
-    with relayed(sink) if sink is not silent else nullcontext(silent) as relay:
+    with (
+        relayed(sink) if sink is not silent else nullcontext(silent) as relay,
+        controls.running(run_id) as control,
+    ):
         job = Job(
             config=config,
             run_id=run_id,
@@ -190,6 +192,8 @@ def _step_to_go_on_from(storage: RunStorage) -> int:
 
 
 def _work(settings: Mapping[str, Any]) -> Outcome | Stopped:
+    job: Job = settings["job"]
+    dealt = feed.opened(job.config.parallel)
     from actors.training import loop  # torch, transformers and peft: seconds that the driver need not spend
 
-    return loop.run(settings["job"])
+    return loop.run(job, dealt)

@@ -71,7 +71,7 @@ def environment(config: ElasticConfig) -> dict[str, str]:
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(config.notice_s),
         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": str(max(0.5, config.notice_s)),
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(config.start_timeout_s),
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(config.stuck_after_s),
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(2 * config.stuck_after_s),  # our own word comes first
         "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(float(config.collective_timeout_s)),
     }
 

@@ -33,6 +33,13 @@ class Play:
     length: int = 24
     run_id: str = "rehearsal-1"
 
+    @property
+    def stage(self) -> Any:
+        """The `Home` it is played in."""
+        from cluster.storage import Home
+
+        return Home(Path(self.home))
+
 
 @dataclass(frozen=True)
 class Happening:
@@ -95,10 +102,14 @@ class Rehearsal:
         groups = [each for each in self.happened if each.what == "group"]
         return [(node, pid) for node, pid in groups[-1].facts["members"]]
 
+    def written(self) -> bool:
+        """Whether the run has told of a checkpoint."""
+        return (self.play.home / _LOSSES).exists()
+
     def losses(self) -> dict[int, float]:
         """Loss, to the last digit, by step of a checkpoint; of one that was written twice, the later."""
         lines = (self.play.home / _LOSSES).read_text(encoding="utf-8").splitlines()
-        return {step: loss for step, loss in map(json.loads, lines)}
+        return dict(map(json.loads, lines))
 
     def incidents(self) -> list[Mapping[str, Any]]:
         """What the run said had happened to its workers."""
@@ -145,7 +156,7 @@ class _Book:
 
     path: Path
 
-    def __call__(self, identity: str, step: int, path: str, metrics: Mapping[str, float]) -> None:
+    def __call__(self, _identity: str, step: int, _path: str, metrics: Mapping[str, float]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([step, metrics["loss"]]) + "\n")
 
@@ -166,7 +177,7 @@ class _Teller:
             self._out.flush()
 
 
-def _watch(teller: _Teller, run_id: str) -> None:
+def _watch(teller: _Teller, run_id: str, over: threading.Event) -> None:
     """Follow the run's control: its groups, where rank 0 of each has come to, and what happened."""
     import ray
     from ray.exceptions import RayError
@@ -175,8 +186,7 @@ def _watch(teller: _Teller, run_id: str) -> None:
 
     groups, incidents, marks = 0, 0, set[str]()
     control = None
-    while True:
-        time.sleep(_LOOK_S)
+    while not over.wait(_LOOK_S):
         try:
             control = control or ray.get_actor(name_of(run_id))
             seen: Seen = ray.get(control.see.remote(), timeout=5)
@@ -207,9 +217,8 @@ def base_and_data(play: Play) -> tuple[Any, Any]:
 
     from actors.data.version import DataVersion, ShardManifest, SplitManifest
     from cluster.models import obtain
-    from cluster.storage import Home
 
-    home = Home(Path(play.home))
+    home = play.stage
     folder = home.root / "tiny-llama"
     if not folder.exists():
         torch.manual_seed(0)
@@ -249,7 +258,6 @@ def main(spec: str) -> None:
     from cluster.errors import FlywheelError
     from cluster.progress import Progress
     from cluster.session import connect
-    from cluster.storage import Home
 
     base, data = base_and_data(play)
 
@@ -257,7 +265,9 @@ def main(spec: str) -> None:
         teller.tell("step", step=progress.done, loss=float(progress.note.split()[-1]), workers=teller.workers)
 
     with connect():
-        threading.Thread(target=_watch, args=(teller, play.run_id), daemon=True).start()
+        over = threading.Event()
+        watching = threading.Thread(target=_watch, args=(teller, play.run_id, over), daemon=True)
+        watching.start()
         facts: dict[str, Any]
         try:
             result = train(
@@ -266,7 +276,7 @@ def main(spec: str) -> None:
                 run_id=play.run_id,
                 base=base,
                 data=data,
-                home=Home(Path(play.home)),
+                home=play.stage,
                 tracking_uri="",
                 tracking_run_id=None,
                 sink=on_progress,
@@ -278,6 +288,8 @@ def main(spec: str) -> None:
         except KeyboardInterrupt as stopped:
             facts = {"stopped": str(stopped)}
         time.sleep(4 * _LOOK_S)  # the last incident is on its way
+        over.set()
+        watching.join()  # a call to a Ray that is shut down ends the process
     teller.tell("end", **facts)
 
 
