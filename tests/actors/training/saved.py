@@ -1,6 +1,8 @@
 """What the checkpoint tests share: a small state of known numbers, whole or spread over ranks, and its checkpoints."""
 
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +102,14 @@ def resumed_step(storage: RunStorage | Path, state: dict[str, torch.Tensor] | No
     assert found.ledger == f"ledger of {found.position.step}"
     assert_equal(state, found.position.step)
     return found.position.step
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process grows beyond `size` bytes: the kernel's own refusal in the middle of a write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

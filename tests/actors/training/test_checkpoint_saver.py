@@ -3,10 +3,8 @@
 import errno
 import logging
 import os
-import resource
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,18 @@ from actors.training.checkpoint import manifest
 from actors.training.checkpoint.storage import FolderStorage
 from actors.training.job import Position
 from cluster.errors import CapacityError, DependencyError, TrainingError
-from tests.actors.training.saved import NAMES, RUN, assert_equal, at, blank, checkpoints, resumed_step, save, whole
+from tests.actors.training.saved import (
+    NAMES,
+    RUN,
+    assert_equal,
+    at,
+    blank,
+    checkpoints,
+    largest_file,
+    resumed_step,
+    save,
+    whole,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -165,17 +174,6 @@ def test_what_the_dead_left_is_cleared(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- full disks
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file of this process grows beyond `size` bytes: the kernel's own refusal in the middle of a write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Full(FolderStorage):
