@@ -1,32 +1,36 @@
-"""`flywheel plan`: will this recipe run here, and which knob changes the answer. Imports neither ray nor torch.
+"""`flywheel plan`: will this recipe run here, how long, and which knob changes the answer.
 
-Memory per rank follows the ZeRO paper's count (Rajbhandari et al. 2019, arXiv:1910.02054): weights, gradients and
-AdamW's two moments; activations follow Korthikanti et al. 2022 (arXiv:2205.05198), without recomputation.
+Imports neither ray nor torch, unless a Ray cluster is there to be asked for room. The formulas stand in
+`actors.training.memory` and `actors.training.flops`.
 """
 
 import fnmatch
-import json
 import os
 from dataclasses import dataclass
-from math import prod
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import psutil
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from actors.data import sources
 from actors.data.mining import MINERS
+from actors.training.memory import Memory, estimate, trained
+from actors.training.shape import Shape, read
+from app.pipelines import calibration, remedy
 from app.recipe import Recipe
-from cluster.errors import ConfigError
+from cluster import environment
+from cluster.config import override, parse
+from cluster.errors import ConfigError, DependencyError
 from cluster.models import locate
+from cluster.session import Beacon
 from cluster.storage import Home
 
 GIB = 1 << 30
 WORKING_DIR_LIMIT_BYTES = 100 << 20
 """Ray refuses a larger upload (413)."""
 _NEVER_UPLOADED = {".git", ".venv", "venv", "__pycache__", "node_modules"}
-_NOT_TRAINED_BY_LORA = ("embed", "lm_head", "norm")
 
 
 @dataclass(frozen=True)
@@ -40,73 +44,30 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What memory depends on. `matrices` are the (out, in) shapes of the linear layers that LoRA may adapt."""
+class Room:
+    """Memory that the ranks of a run have: GiB of each device, and how many ranks share one."""
 
-    parameters: int
-    layers: int
-    hidden: int
-    heads: int
-    matrices: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Memory:
-    """GiB of one rank at its peak."""
-
-    weights_gib: float
-    gradients_gib: float
-    optimizer_gib: float
-    activations_gib: float
-
-    @property
-    def total_gib(self) -> float:
-        return self.weights_gib + self.gradients_gib + self.optimizer_gib + self.activations_gib
+    gib: float
+    ranks: int
+    where: str
+    on_gpu: bool = False
 
 
-def plan(recipe: Recipe, home: Home, folder: Path) -> list[Line]:
-    """Every finding about `recipe` on this machine; `folder` is what a job submission would upload."""
-    return [_batch(recipe), *_model(recipe, home), *_sources(recipe), _upload(folder), _disk(home)]
+def plan(recipe: Recipe, home: Home, folder: Path, room: Room | None = None) -> list[Line]:
+    """Every finding about `recipe`; `folder` is what a job submission would upload.
 
-
-def memory(recipe: Recipe, shape: Shape) -> Memory:
-    """Peak of one rank. A frozen base counts its weights only; an adapter trains in fp32."""
-    width = 2 if recipe.precision == "bf16" else 4
-    trained = trainable(recipe, shape)
-    shards = recipe.parallel.workers.max if recipe.parallel.strategy == "fsdp" else 1
-    tokens = recipe.data.max_length * recipe.optimizer.micro_batch_size
-    per_token_and_layer = shape.hidden * (34 + 5 * shape.heads * recipe.data.max_length / shape.hidden) * width / 2
-    return Memory(
-        weights_gib=(shape.parameters * width + trained * 4) / shards / GIB,
-        gradients_gib=trained * 4 / shards / GIB,
-        optimizer_gib=trained * 8 / shards / GIB,
-        activations_gib=tokens * shape.layers * per_token_and_layer / GIB,
-    )
-
-
-def trainable(recipe: Recipe, shape: Shape) -> int:
-    """Parameters that learn: r·(in + out) of every adapted matrix."""
-    return sum(recipe.adapter.r * (rows + columns) for rows, columns in shape.matrices)
-
-
-def read_shape(folder: Path) -> Shape:
-    """Shape of a Hugging Face folder, from its config and the headers of its weights."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    parameters, matrices = 0, []
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="numpy") as weights:
-            for name in weights.keys():  # noqa: SIM118 (safe_open cannot be iterated)
-                size = weights.get_slice(name).get_shape()
-                parameters += prod(size)
-                if len(size) == 2 and not any(part in name for part in _NOT_TRAINED_BY_LORA):
-                    matrices.append((size[0], size[1]))
-    return Shape(
-        parameters=parameters,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        matrices=tuple(matrices),
-    )
+    `room` is the memory of the machine that it is planned for; this machine's, shared by all ranks, if None.
+    """
+    if room is None:
+        room = Room(psutil.virtual_memory().available / GIB, recipe.parallel.workers.max, "available here")
+    return [
+        _batch(recipe),
+        *_model(recipe, home, room),
+        *_placement(recipe, home),
+        *_sources(recipe),
+        _upload(folder),
+        _disk(home),
+    ]
 
 
 def upload_bytes(folder: Path) -> list[tuple[int, Path]]:
@@ -135,7 +96,7 @@ def _ignored_patterns(folder: Path) -> list[str]:
     return [line.strip().strip("/") for line in lines if line.strip() and not line.startswith(("#", "!"))]
 
 
-def _model(recipe: Recipe, home: Home) -> list[Line]:
+def _model(recipe: Recipe, home: Home, room: Room) -> list[Line]:
     try:
         folder = locate(recipe.model.base, home)
     except ConfigError as error:
@@ -145,12 +106,18 @@ def _model(recipe: Recipe, home: Home) -> list[Line]:
     if (folder / "modules.json").is_file():
         return [Line("model", "red", f"{recipe.model.base} makes embeddings", "Take a causal language model as base.")]
     try:
-        shape = read_shape(folder)
+        shape = read(folder)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         advice = "Look at its config.json and *.safetensors."
         return [Line("model", "warn", f"the shape of {folder} cannot be read: {type(error).__name__}", advice)]
-    found = f"{recipe.model.base}, {shape.parameters / 1e6:.0f} M parameters"
-    return [Line("model", "ok", found), _fits(recipe, memory(recipe, shape))]
+    learning = trained(recipe, shape)
+    found = f"{recipe.model.base}, {shape.parameters / 1e6:.0f} M parameters, {learning / 1e6:.1f} M learn"
+    return [
+        Line("model", "ok", found),
+        _fits(recipe, shape, room),
+        _checkpoint(recipe, learning),
+        _time(recipe, shape, home),
+    ]
 
 
 def _batch(recipe: Recipe) -> Line:
@@ -165,22 +132,77 @@ def _batch(recipe: Recipe) -> Line:
     )
 
 
-def _fits(recipe: Recipe, need: Memory) -> Line:
-    workers = recipe.parallel.workers.max
-    available_gib = psutil.virtual_memory().available / GIB
+def _fits(recipe: Recipe, shape: Shape, room: Room) -> Line:
+    need = memory(recipe, shape, room)
+    parts = ", ".join(f"{name} {getattr(need, name) / GIB:.2f}" for name in _PARTS)
     found = (
-        f"{need.total_gib:.2f} GiB a rank (weights {need.weights_gib:.2f}, gradients {need.gradients_gib:.2f}, "
-        f"optimizer {need.optimizer_gib:.2f}, activations {need.activations_gib:.2f}); "
-        f"{workers} ranks, {available_gib:.1f} GiB available here"
+        f"{need.peak / GIB:.2f} GiB a rank at its peak ({parts}); {room.ranks} ranks, {room.gib:.1f} GiB {room.where}"
     )
-    if need.total_gib * workers <= available_gib:
+
+    def fits(changed: Recipe) -> bool:
+        return memory(changed, shape, room).peak * room.ranks <= room.gib * GIB
+
+    if fits(recipe):
         return Line("memory", "ok", f"fits: {found}")
-    parts = {
-        "lower optimizer.micro_batch_size or data.max_length": need.activations_gib,
-        "lower adapter.r": need.gradients_gib + need.optimizer_gib,
-        "lower parallel.workers.max, or use a smaller base or precision: bf16": need.weights_gib,
-    }
-    return Line("memory", "red", f"does not fit: {found}", max(parts, key=lambda advice: parts[advice]))
+    settings = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+    def changed(assignments: tuple[str, ...]) -> Recipe | None:
+        try:
+            return parse(Recipe, override(settings, assignments), source="recipe")
+        except ConfigError:
+            return None
+
+    turned = remedy.cheapest(recipe, changed, fits)
+    if turned is None:
+        advice = "No setting makes it fit: use a smaller base, more memory, or more workers on other machines."
+    else:
+        flags = " ".join(f"--set {assignment}" for assignment in turned)
+        then = memory(changed(turned) or recipe, shape, room).peak / GIB
+        advice = f"Cheapest change that fits ({then:.2f} GiB a rank): {flags}"
+    return Line("memory", "red", f"does not fit: {found}", advice)
+
+
+_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+
+
+def memory(recipe: Recipe, shape: Shape, room: Room) -> Memory:
+    """What one rank needs for this recipe, every token counted as one to learn from."""
+    return estimate(recipe, shape, length=recipe.data.max_length, on_gpu=room.on_gpu)
+
+
+def _checkpoint(recipe: Recipe, learning: int) -> Line:
+    """Weights and two moments of what learns, in fp32; the frozen base is in none of them."""
+    each, kept = 12 * learning, recipe.checkpoint.keep + 1  # the newest is committed before the oldest goes
+    return Line(
+        "checkpoint",
+        "ok",
+        f"{each / GIB:.2f} GiB each, every {recipe.checkpoint.every_steps} steps; {each * kept / GIB:.2f} GiB at most",
+    )
+
+
+def _time(recipe: Recipe, shape: Shape, home: Home) -> Line:
+    rate = calibration.known(home, recipe)
+    if rate is None:
+        advice = "The first run of this kind on this machine measures it: try --set steps=20."
+        return Line("time", "warn", "unknown: nothing like it has run here yet", advice)
+    needed = timedelta(seconds=round(calibration.seconds(rate, recipe, shape, length=recipe.data.max_length)))
+    speed = f"{rate.flops_per_s / 1e9:.1f} GFLOP/s a worker"
+    return Line("time", "ok", f"about {needed} for all steps, at the {speed} of run {rate.run}")
+
+
+def _placement(recipe: Recipe, home: Home) -> list[Line]:
+    """Whether the live cluster, if there is one, can hold the smallest group of workers."""
+    if not os.environ.get(environment.RAY_ADDRESS) and Beacon.read(home) is None:
+        return []
+    from app.pipelines.room import shortage  # imports ray, which a plan without a cluster does not need
+
+    try:
+        missing = shortage(recipe)
+    except DependencyError as error:
+        return [Line("placement", "warn", error.message, error.hint or "")]
+    if missing is None:
+        return [Line("placement", "ok", f"the cluster can place {recipe.parallel.workers.min} workers or more")]
+    return [Line("placement", "red", missing.message, missing.hint or "")]
 
 
 def _sources(recipe: Recipe) -> list[Line]:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from actors.training.shape import read
 from app import recipe as recipes
-from app.pipelines import plan
+from app.pipelines import calibration, plan
 from cluster.storage import Home
 
 
@@ -23,32 +24,49 @@ def model(tmp_path: Path) -> Path:
         },
         tmp_path / "model.safetensors",
     )
-    (tmp_path / "config.json").write_text(
-        json.dumps({"num_hidden_layers": 1, "hidden_size": 4, "num_attention_heads": 2})
-    )
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 4, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 2, "tie_word_embeddings": True}))
     return tmp_path
 
 
-def test_shape_is_read_from_headers(model: Path) -> None:
-    shape = plan.read_shape(model)
-    assert shape.parameters == 40 + 24 + 4
-    assert shape.matrices == ((6, 4),)
+HERE = plan.Room(gib=8.0, ranks=2, where="for the test")
 
 
-def test_lora_trains_r_times_in_plus_out(model: Path) -> None:
-    recipe = recipes.load("error-triage", ["adapter.r=2"])
-    assert plan.trainable(recipe, plan.read_shape(model)) == 2 * (6 + 4)
+def test_a_plan_says_what_a_run_needs(tmp_path: Path, model: Path) -> None:
+    recipe = recipes.load("error-triage", [f"model.base={model}", "adapter.r=2", "data.max_length=128"])
+    lines = {line.name: line for line in plan.plan(recipe, Home(tmp_path / "home"), tmp_path, HERE)}
+    assert lines["memory"].status == "ok"
+    assert lines["memory"].found.startswith("fits: ")
+    assert lines["checkpoint"].found.startswith("0.00 GiB each, every 20 steps")
+    assert lines["time"].status == "warn"
 
 
-@pytest.mark.parametrize(("strategy", "shards"), [("ddp", 1), ("fsdp", 2)])
-def test_a_frozen_base_costs_its_weights_and_an_adapter_sixteen_bytes(strategy: str, shards: int) -> None:
-    # 2^30 frozen parameters in bf16, and 2·(2^28 + 2^28) = 2^30 trained ones: 4 + 4 + 8 bytes each.
-    shape = plan.Shape(parameters=1 << 30, layers=1, hidden=1, heads=1, matrices=((1 << 28, 1 << 28),))
-    recipe = recipes.load("error-triage", ["adapter.r=2", f"parallel.strategy={strategy}"])
-    need = plan.memory(recipe, shape)
-    assert need.weights_gib == pytest.approx((2 + 4) / shards)
-    assert need.gradients_gib == pytest.approx(4 / shards)
-    assert need.optimizer_gib == pytest.approx(8 / shards)
+def test_what_does_not_fit_names_the_cheapest_change_that_does(tmp_path: Path, model: Path) -> None:
+    recipe = recipes.load("error-triage", [f"model.base={model}", "optimizer.micro_batch_size=2"])
+    need = plan.memory(recipe, read(model), HERE).peak / plan.GIB
+    tight = plan.Room(gib=0.9 * need * 2, ranks=2, where="for the test")
+    lines = {line.name: line for line in plan.plan(recipe, Home(tmp_path / "home"), tmp_path, tight)}
+    assert lines["memory"].status == "red"
+    assert lines["memory"].advice.endswith("--set optimizer.micro_batch_size=1")
+
+
+def test_nothing_makes_it_fit_into_nothing(tmp_path: Path, model: Path) -> None:
+    recipe = recipes.load("error-triage", [f"model.base={model}"])
+    nothing = plan.Room(gib=0.0, ranks=2, where="for the test")
+    lines = {line.name: line for line in plan.plan(recipe, Home(tmp_path / "home"), tmp_path, nothing)}
+    assert "smaller base" in lines["memory"].advice
+
+
+def test_the_time_is_that_of_the_newest_run_of_the_kind(tmp_path: Path, model: Path) -> None:
+    home = Home(tmp_path / "home")
+    recipe = recipes.load("error-triage", [f"model.base={model}", "steps=50", "data.max_length=256"])
+    calibration.record(home, recipe, read(model), length=256, tokens_per_s=1024.0, run="before-1")
+    lines = {line.name: line for line in plan.plan(recipe, home, tmp_path, HERE)}
+    # 50 steps of 4 rows of 256 tokens at 1024 tokens/s
+    assert lines["time"].found.startswith("about 0:00:50")
+    assert "before-1" in lines["time"].found
+    other = recipes.load("error-triage", [f"model.base={model}", "precision=fp32"])
+    assert calibration.known(home, other) is None
 
 
 def test_upload_counts_what_ray_would_send(tmp_path: Path) -> None:
