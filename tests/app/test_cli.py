@@ -48,6 +48,7 @@ NESTED = (
     "models export",
     "models import",
     "bench registry",
+    "bench memory",
     "keys init",
     "keys list",
     "keys trust",
