@@ -87,8 +87,11 @@ def relayed(sink: Sink) -> Iterator[Sink]:
     """
     import ray  # heavy, and only needed once Ray runs
     from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    mailbox = ray.remote(_Mailbox).options(num_cpus=0).remote()
+    # Here, and not on whichever node is free: that one may be lost while this process, and the work, go on.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    mailbox = ray.remote(_Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
     ended = threading.Event()
 
     def fetch() -> None:
