@@ -3,14 +3,23 @@
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pytest
+import torch
 import torch.distributed
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from actors.training.checkpoint import shards
 from actors.training.checkpoint.storage import FolderStorage
+from actors.training.config import TrainConfig
 from actors.training.engine import Place
+from actors.training.job import Outcome
+from actors.training.layout import Layout
+from actors.training.loop import train
 from cluster.errors import CapacityError
 from tests.actors.training.saved import at, blank, checkpoints, largest_file, resumed_step, save, spread, whole
+from tests.actors.training.small import HERE, Remembered, job, memory_feed, settings
 from tests.gang import Gang
 
 SHARDED_BY = {0: "__0_0.distcp", 1: "__1_0.distcp"}
@@ -99,3 +108,38 @@ def files_needed(place: Place, folder: Path) -> list[str]:
         name: tensor for name, tensor in spread(place, 1).items() if hasattr(tensor, "to_local") and "q.lora_A" in name
     }
     return sorted(shards.needed(folder, only))
+
+
+STEPS, HALF = 6, 3
+
+
+def live(place: Place, config: TrainConfig, base: Path, rows: pa.Table, folder: Path) -> tuple[list[float], Path]:
+    """A run of the real loop, which goes on if it has checkpoints: its losses (on rank 0), and what it has learnt."""
+    told = Remembered()
+    feed = memory_feed(rows, Layout.of(config.parallel, place.world_size).data_rank(place.rank))
+    outcome = train(job(config, base, folder, rows.num_rows), place, feed, told)
+    assert isinstance(outcome, Outcome)
+    return told.losses, outcome.adapter / "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_a_run_goes_on_at_another_world_size_and_strategy(
+    gang: Gang, tiny_base: Path, rows: pa.Table, tmp_path: Path, strategy: str
+) -> None:
+    """From two ranks to one process, and from one process to two ranks: the same losses as undisturbed."""
+
+    def config(**parallel: object) -> TrainConfig:
+        return settings(steps=STEPS, checkpoint={"every_steps": HALF}, parallel=parallel)
+
+    alone, spread_over_two = config(), config(strategy=strategy, workers={"min": 2, "max": 2})
+    losses, weights = live(HERE, alone, tiny_base, rows, tmp_path / "one")
+    learnt = load_file(weights)
+    gang.run(2, live, spread_over_two, tiny_base, rows, tmp_path / "two")
+    for folder in ("one", "two"):
+        FolderStorage(tmp_path / folder).remove(f"step-{STEPS:06d}")
+    on_one = live(HERE, alone, tiny_base, rows, tmp_path / "two")
+    on_two, _ = gang.run(2, live, spread_over_two, tiny_base, rows, tmp_path / "one")
+    for losses_later, weights_later in (on_one, on_two):
+        assert losses_later == pytest.approx(losses[HALF:], rel=1e-5)
+        for name, tensor in load_file(weights_later).items():
+            torch.testing.assert_close(tensor, learnt[name], rtol=1e-3, atol=5e-4)
