@@ -32,7 +32,9 @@ _FILE = TypeAdapter(dict[str, Rate])
 
 
 def record(home: Home, config: TrainConfig, shape: Shape, *, length: int, tokens_per_s: float, run: str) -> None:
-    """Keep what a completed run reached; the newest of a kind counts."""
+    """Keep what a completed run reached; the newest of a kind counts. One that made no step reached nothing."""
+    if not tokens_per_s:
+        return
     workers = config.parallel.workers.max
     rate = Rate(
         flops_per_s=tokens_per_s * per_token(config, shape, length=length) / workers,

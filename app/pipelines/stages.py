@@ -40,6 +40,8 @@ from actors.registry.views import RunView
 from actors.training.control import Incident
 from actors.training.controller import TrainingResult, new_run_id
 from actors.training.controller import train as run_training
+from actors.training.shape import read as read_shape
+from app.pipelines import calibration
 from app.pipelines.provenance import code_commit, lock_digest
 from app.pipelines.resume import flat, taken_up
 from app.recipe import Recipe
@@ -161,7 +163,21 @@ def train(ground: Ground, base: StoredModel, data: Data, *, resume: RunView | No
         raise
     verdict = f"{result.steps} steps, loss {result.loss_first:.3f} → {result.loss_last:.3f}"
     end_run(ground, tracking_run, RunEnded(run_id=run_id, status="completed", verdict=verdict))
+    _calibrate(ground, base, result)
     return result
+
+
+def _calibrate(ground: Ground, base: StoredModel, result: TrainingResult) -> None:
+    """Let the next plan know how fast this run was; a model whose shape cannot be read teaches it nothing."""
+    recipe = ground.recipe
+    try:
+        shape = read_shape(base.path)
+        speed = result.tokens_per_s
+        calibration.record(
+            ground.home, recipe, shape, length=recipe.data.max_length, tokens_per_s=speed, run=result.run_id
+        )
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("run %s says nothing of the machine's speed: %s", result.run_id, error)
 
 
 def evaluate(ground: Ground, base: StoredModel, data: Data, result: TrainingResult) -> EvaluationReport:
