@@ -216,7 +216,7 @@ def running(run_id: str) -> Iterator[Any]:
     from ray.exceptions import ActorAlreadyExistsError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     placed = ray.remote(RunControl).options(name=name_of(run_id), num_cpus=0, scheduling_strategy=here)
     try:
         actor = placed.remote()

@@ -52,6 +52,7 @@ class Raylets:
         self.env = {**kept, **_NOTICE, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **(env or {})}
         """The environment for a driver, too; it needs RAY_ADDRESS besides."""
         self._nodes: list[Node] = []
+        self._added = 0
         self._start(
             "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._folder}",
             f"--num-cpus={head_cpus}", f"--ray-client-server-port={_free_port()}",
@@ -60,7 +61,10 @@ class Raylets:
 
     def add(self, cpus: int = 1) -> Node:
         """Start one more node; returns at once, Ray sees it seconds later."""
-        return self._start(f"--address={self.address}", f"--num-cpus={cpus}")
+        # An address of its own: a driver attaches to whichever node has its own address, and that must be the head.
+        self._added += 1
+        own = f"127.0.0.{1 + self._added}"
+        return self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--node-ip-address={own}")
 
     def lose(self, node: Node) -> None:
         """The node is gone from one moment to the next, with all its processes."""
@@ -88,7 +92,7 @@ class Raylets:
             process = subprocess.Popen(
                 [
                     str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats",
-                    f"--object-store-memory={_STORE_BYTES}", "--node-ip-address=127.0.0.1", *arguments,
+                    f"--object-store-memory={_STORE_BYTES}", *arguments,
                 ],
                 env=self.env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
