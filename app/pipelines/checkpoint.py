@@ -112,7 +112,7 @@ def export(home: Home, reference: str, target: Path, *, merged: bool) -> Exporte
                 return model.path
         raise ConfigError(
             f"The base {name} (digest {digest[:12]}) of run {run_id} is not in the model store.",
-            hint="Bring it back: flywheel plan with the run's recipe names it; or export the adapter alone.",
+            hint="It comes back when a recipe that names it is run; or export the adapter alone, without --merged.",
         )
 
     target = target.expanduser().absolute()

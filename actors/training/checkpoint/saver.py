@@ -136,8 +136,10 @@ class Checkpoints:
             why = f"{', '.join(sorted(wrong))} not as saved, when the run was to go on from it"
             self._agreement.each(partial(self._condemn, checkpoint.name, why) if self._rank == 0 else _nothing)
         self._staging.prepare(state)
-        # Whoever died after this checkpoint may not have told of it.
-        self._tell(checkpoint.position, checkpoint.name, checkpoint.metrics, resumed=True)
+        if self._aftermath is not None:
+            # Whoever died after these may not have told of them.
+            for each in manifest.committed(self._storage):
+                self._tell(each.position, each.name, each.metrics, resumed=each.name == checkpoint.name)
         return Resumed(checkpoint.position, ledger, self._uri(checkpoint.name))
 
     def save(

@@ -301,6 +301,15 @@ def test_while_the_registry_is_away_news_wait_and_nothing_goes(tmp_path: Path) -
     assert names(tmp_path) == ["step-000004"]
 
 
+def test_who_goes_on_tells_what_a_dead_one_has_not_told(tmp_path: Path) -> None:
+    save(checkpoints(tmp_path), 1, 2, 3)
+    registry = Registry()
+    mine = checkpoints(tmp_path, on_commit=registry.commit, protected=registry.protected)
+    assert mine.resume(blank(whole(1))) is not None
+    mine.finish(insist=True)
+    assert registry.heard == [1, 2, 3]
+
+
 def test_the_best_are_kept(tmp_path: Path) -> None:
     mine = checkpoints(tmp_path, policy={"keep": 1, "best": {"metric": "score", "mode": "max"}})
     for step, score in ((1, 0.1), (2, 0.9), (3, 0.3)):
