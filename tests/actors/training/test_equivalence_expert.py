@@ -1,0 +1,81 @@
+"""Ranks that share the experts of a mixture learn what one process learns with all of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from actors.training.config import TrainConfig
+from tests.actors.training.equivalence import Trace, assert_equal, follow, mesh_settings
+from tests.actors.training.small import HERE, VOCABULARY
+from tests.gang import Gang
+
+
+@pytest.fixture(scope="module")
+def tiny_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder: 2 layers of 8 experts each, of which a token takes 2; many get none in a row of 24 tokens."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        vocab_size=VOCABULARY,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("tiny-mixture")
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def _config(workers: int = 1, adapter: str = "none", targets: Any = ATTENTION, **axes: Any) -> TrainConfig:
+    parallel = {"workers": {"min": workers, "max": workers}, **axes}
+    sizes = {"learning_rate": 1e-3, "global_batch_size": 8, "micro_batch_size": 1, "max_grad_norm": 1.0}
+    learns = {"kind": adapter, "r": 4, "alpha": 8, "target_modules": targets}
+    return mesh_settings(parallel=parallel, adapter=learns, optimizer=sizes)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_mixture: Path, rows: pa.Table) -> Trace:
+    return follow(HERE, _config(), tiny_mixture, rows)[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_share_the_experts(
+    gang: Gang, strategy: str, tiny_mixture: Path, rows: pa.Table, alone: Trace
+) -> None:
+    found, _ = gang.run(2, follow, _config(2, strategy=strategy, expert=2), tiny_mixture, rows)
+    assert_equal(found[0], alone)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_pairs_share_them_each(gang: Gang, strategy: str, tiny_mixture: Path, rows: pa.Table, alone: Trace) -> None:
+    found, *_ = gang.run(4, follow, _config(4, strategy=strategy, expert=2), tiny_mixture, rows)
+    assert_equal(found[0], alone)
+
+
+def test_experts_and_tokens_of_rows_are_shared_at_once(
+    gang: Gang, tiny_mixture: Path, rows: pa.Table, alone: Trace
+) -> None:
+    found, *_ = gang.run(4, follow, _config(4, strategy="fsdp", expert=2, context=2), tiny_mixture, rows)
+    assert_equal(found[0], alone)
+
+
+def test_an_adapter_learns_beside_spread_experts(gang: Gang, tiny_mixture: Path, rows: pa.Table) -> None:
+    alone, _ = follow(HERE, _config(adapter="lora"), tiny_mixture, rows)
+    found, _ = gang.run(2, follow, _config(2, "lora", strategy="fsdp", expert=2), tiny_mixture, rows)
+    assert found[0].weights
+    assert not any("experts" in name for name in found[0].weights)
+    assert_equal(found[0], alone)
