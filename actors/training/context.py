@@ -3,7 +3,7 @@
 Each rank of a context group has a part of every row's tokens, and all that a decoder does token by token (norms,
 projections, MLPs, the loss) it does on that part. Attention alone sees whole rows: all-to-all gives every rank all
 tokens of a share of the heads, where it runs the attention of packed rows as it is, and gives the result back.
-So packing stays exact and the work even, wherever examples begin. docs/decisions/0010 says why no ring.
+So packing stays exact and the work even, wherever examples begin. docs/decisions/0011 says why no ring.
 
 Knows transformers' attention interface and process groups. Does not know gradients: each rank's are those of its
 own part's loss, and whoever exchanges gradients sums them.
