@@ -106,3 +106,13 @@ def layer_ranges(layers: int, stages: int) -> tuple[range, ...]:
     for stage in range(stages):
         ends.append(ends[-1] + each + (first <= stage < first + rest))
     return tuple(range(*bounds) for bounds in pairwise(ends))
+
+
+def require_divisible(tensor: int, **sizes: int) -> None:
+    """Refuse a tensor axis that does not divide these sizes of a model (its heads, the width of its MLP)."""
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % tensor]
+    if odd:
+        raise ConfigError(
+            f"parallel.tensor {tensor} does not divide the model's {' and '.join(odd)}.",
+            hint="Each tensor rank holds whole heads and equal parts of each matrix: lower parallel.tensor.",
+        )

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from actors.training.config import OptimizerConfig
 
@@ -26,7 +28,12 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 def build(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
     """AdamW over `parameters`; the loop sets the learning rate of each step."""
-    return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    # One group for each mesh: torch updates a group in one go, which tensors of different meshes cannot be.
+    meshes: dict[DeviceMesh | None, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    groups = [{"params": group} for group in meshes.values()]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, weight_decay=config.weight_decay)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

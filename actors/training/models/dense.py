@@ -1,37 +1,140 @@
-"""Dense decoders in the shape of Llama (SmolLM2, Qwen, Mistral, …), spread over a mesh.
+"""Dense decoders in the shape of Llama (SmolLM2, Qwen, Mistral, …), spread over a mesh. `parallelize` is the recipe.
 
-The order matters: tensor parallelism cuts the matrices first, activation checkpointing wraps what it has cut,
-the compiler sees both, and data parallelism comes last, around everything that is computed.
+The order matters. Tensor parallelism cuts the matrices first, as they come from the file. Activation checkpointing
+and the compiler see layers that are already cut. Data parallelism comes last, around everything that is computed:
+what it gathers and sums are the parts that the steps before it have left on each rank.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
+from actors.training import mesh as meshes
 from actors.training.config import TrainConfig
-from actors.training.layout import Layout
+from actors.training.layout import Layout, require_divisible
+from cluster.errors import ConfigError
 
 
-def parallelize(objective: torch.nn.Module, config: TrainConfig, layout: Layout, mesh: DeviceMesh) -> torch.nn.Module:
-    """`objective` (whose `model` is the decoder), spread over `mesh`; what to call instead of it."""
+def parallelize(
+    objective: torch.nn.Module, config: TrainConfig, layout: Layout, device: torch.device, mesh: DeviceMesh | None
+) -> torch.nn.Module:
+    """`objective` (whose `model` is the decoder), spread over `mesh`; what to call instead of it.
+
+    A mesh of None is one process.
+    """
     model: Any = objective.model
-    layers = model.get_decoder().layers
+    layers = list(model.get_decoder().layers)
+    if mesh is not None and layout.tensor > 1:
+        share_matrices(model, layers, mesh["tensor"])
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     if config.compile:
-        for layer in layers:
-            layer.compile()
-    if config.parallel.strategy == "ddp":
-        if layout.replicate == 1:
-            return objective
-        group = mesh.get_group("replicate")
-        return DistributedDataParallel(
-            objective, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
-    shards = mesh["shard"]
+        compile_layers(layers)
+    if mesh is not None and layout.data * layout.context > 1:
+        return spread_over_tokens(objective, layers, config, layout, device, mesh)
+    return objective.to(device)
+
+
+def share_matrices(model: Any, layers: Iterable[torch.nn.Module], mesh: DeviceMesh) -> None:
+    """Each rank of `mesh` gets some heads of every attention and some columns of every MLP (arXiv:1909.08053).
+
+    Embedding, head and norms stay whole: their ranks compute the same gradient of them.
+    """
+    facts = model.config
+    require_divisible(
+        mesh.size(),
+        num_attention_heads=facts.num_attention_heads,
+        num_key_value_heads=facts.num_key_value_heads,
+        intermediate_size=facts.intermediate_size,
+    )
     for layer in layers:
-        fully_shard(layer, mesh=shards)
-    return fully_shard(objective, mesh=shards)
+        # No rank needs another's copy of the weights: all have read the same file and drawn from the same seed.
+        parallelize_module(layer, mesh, _tensor_plan(layer), src_data_rank=None)
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Keep each layer's input alone for the backward; the rest is computed again."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # What re-entrant checkpointing would need costs the gradient of the embedding's output, which nobody asked for.
+    model.disable_input_require_grads()
+
+
+def compile_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """Compile layer by layer: they are alike, so one is compiled and all use it.
+
+    Packed attention on a CPU, whose lengths are data, stays outside (`attention.packed_attention`). So does
+    checkpointing, around the compiled layer, since what is inside must be one graph.
+    """
+    for layer in layers:
+        layer.compile()
+
+
+def spread_over_tokens(
+    objective: torch.nn.Module,
+    layers: Iterable[torch.nn.Module],
+    config: TrainConfig,
+    layout: Layout,
+    device: torch.device,
+    mesh: DeviceMesh,
+) -> torch.nn.Module:
+    """DDP, FSDP or HSDP over the ranks that see different tokens. Gradients become means over those ranks."""
+    strategy = config.parallel.strategy
+    if strategy == "ddp" and layout.tensor == 1:
+        return DistributedDataParallel(
+            objective.to(device),
+            process_group=meshes.replicas(mesh).get_group(),
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+    # DDP knows no DTensors: beside tensor parallelism FSDP takes its part, with one shard that is the whole.
+    ranks = meshes.shards(mesh, strategy)
+    # FSDP itself moves to the device what it has cut: the whole model need not fit there.
+    full = config.adapter.kind == "none" and config.precision == "bf16"
+    # fp32 weights travel in bf16, which is what autocast makes of them anyway. Activations stay as autocast has them,
+    # so that the numbers are those of DDP. Embedding and head keep fp32, as the residual stream that begins there.
+    low = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(layer, mesh=ranks, mp_policy=low if full else MixedPrecisionPolicy())
+    return fully_shard(objective, mesh=ranks)
+
+
+_COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+_ROWS = {"o_proj", "down_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+
+
+def _tensor_plan(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
+    """How each matrix of `layer` is cut, by its name.
+
+    Of a LoRA pair beside it, the half at the cut side is cut the same way and the other half stays whole: B beside
+    columns (its input is A's, the same on all ranks), A beside rows (the ranks' sums are added before B).
+    """
+    plan: dict[str, ParallelStyle] = {}
+    for name, part in layer.named_modules():
+        names = set(name.split("."))
+        if names & _HEAD_NORMS and not list(part.children()):
+            plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)  # [B, T, heads, D], by heads
+        elif isinstance(part, torch.nn.Linear):
+            if names & _COLUMNS:
+                if "lora_A" not in names:
+                    plan[name] = ColwiseParallel()
+            elif names & _ROWS:
+                if "lora_B" not in names:
+                    plan[name] = RowwiseParallel()
+            else:
+                raise ConfigError(
+                    f"Layers of this model have a matrix {name}, which tensor parallelism does not know how to cut.",
+                    hint="Use parallel.tensor 1.",
+                )
+    return plan
