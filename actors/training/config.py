@@ -50,7 +50,7 @@ class ParallelConfig(Config):
     pipeline: int = Field(default=1, ge=1)
     """Ranks that share the layers, one range of them each (Huang et al. 2018, arXiv:1811.06965)."""
     context: int = Field(default=1, ge=1)
-    """Ranks that share each sequence (ring attention; Liu et al. 2023, arXiv:2310.01889)."""
+    """Ranks that share each sequence, no more than attention heads (Jacobs et al. 2023, arXiv:2309.14509)."""
     expert: int = Field(default=1, ge=1)
     """Ranks that share the experts of a mixture (Lepikhin et al. 2020, arXiv:2006.16668)."""
     replicate: int = Field(default=1, ge=1)
@@ -191,6 +191,15 @@ class TrainConfig(Config):
     """Each epoch in an order of its own, made of the seed; else every epoch in the order of the data version."""
     failures: FailuresConfig = FailuresConfig()
     elastic: ElasticConfig = ElasticConfig()
+
+    @model_validator(mode="after")
+    def _compiles(self) -> Self:
+        if self.compile and self.parallel.strategy == "zero3":
+            raise ValueError(
+                "compile with strategy zero3: zero3 gathers each weight in hooks of Python, which torch.compile "
+                "compiles over and over: use fsdp with compile, or compile: false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:

@@ -17,8 +17,8 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
-from sys import stderr
 from typing import Any
 
 import torch
@@ -53,12 +53,16 @@ class ZeroEngine:
         self._learning = adapter.learning(self.model)
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.compile:
+            for layer in self.model.get_decoder().layers:
+                layer.compile()
         # DeepSpeed makes its master copies from weights that it has rounded. Those that this changes are kept.
         fine = {name: part.detach().clone() for name, part in self._learning.items() if _rounds(config, part)}
         self._adamw = optimizer.build(config.optimizer, self._learning.values())
         # Stage 1 in bf16 makes its moments by a step without gradients, which must not decay the weights.
         optimizer.set_learning_rate(self._adamw, 0.0)
-        with redirect_stdout(stderr):
+        self._linear = torch.nn.functional.linear  # stage 3 puts another in its place, for the whole process
+        with redirect_stdout(StringIO()):
             self._engine, self._zero, *_ = self._deepspeed.initialize(
                 model=objectives.build(config, self.model),
                 optimizer=self._adamw,
@@ -103,6 +107,7 @@ class ZeroEngine:
 
     def close(self) -> None:
         self._engine.destroy()
+        torch.nn.functional.linear = self._linear
         # The process's next engine may have another process group.
         self._deepspeed.utils.groups._release_process_group_references()
         if self._alone:
@@ -178,7 +183,7 @@ def _deepspeed(place: Place) -> Any:
     os.environ["DS_ACCELERATOR"] = place.device.type
     if place.device.index is not None:
         os.environ["LOCAL_RANK"] = str(place.device.index)
-    with redirect_stdout(stderr):
+    with redirect_stdout(StringIO()):
         import deepspeed
         import deepspeed.ops
     # It calls these in every step, under their names of before torch 2.13.
@@ -199,7 +204,11 @@ def _settings(config: TrainConfig, stage: int, layout: Layout) -> dict[str, Any]
     sizes = config.optimizer
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET}
     if stage == 3:
-        zero |= {"stage3_prefetch_bucket_size": _BUCKET, "stage3_param_persistence_threshold": 0}
+        zero |= {
+            "stage3_prefetch_bucket_size": _BUCKET,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,  # by default the weights of a small model stay gathered
+        }
     if config.parallel.offload == "cpu":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     return {
