@@ -74,7 +74,9 @@ class Stream:
     def __call__(self) -> ray.data.Dataset:
         # A reader waits for the rows that the others have not yet trained on most of the time, so it holds no CPU:
         # a run whose workers hold all of them has a feed too.
-        return ray.data.read_datasource(_Shares(self, self.begin()), num_cpus=0, concurrency=_READERS)
+        # (`override_num_blocks` is 1 because Ray Data else splits what a few tasks read: each share, into empty parts.)
+        source = _Shares(self, self.begin())
+        return ray.data.read_datasource(source, num_cpus=0, concurrency=_READERS, override_num_blocks=1)
 
 
 class Dealing(DataConfig):
@@ -107,27 +109,36 @@ class Dealing(DataConfig):
         return parts
 
 
-def opened() -> Iterator[pa.Table]:
-    """The shares that this worker is dealt; the first is fetched from this moment on, in the background."""
-    first: queue.SimpleQueue[pa.Table | BaseException | None] = queue.SimpleQueue()
-    stream = shares(ray.train.get_dataset_shard(NAME))
+def opened(parallel: ParallelConfig) -> Iterator[pa.Table] | None:
+    """The shares that this worker is dealt; None if it is no reader of its layout. Called in a worker of Ray Train.
 
-    def fetch() -> None:
+    The first share is fetched in the background from this moment on: a stream takes seconds to start, which are better
+    spent while torch and the model are loaded.
+    """
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    if Layout.of(parallel, context.get_world_size()).reader(rank) != rank:
+        return None
+    begun: queue.SimpleQueue[tuple[pa.Table | None, Iterator[pa.Table]] | BaseException] = queue.SimpleQueue()
+
+    def begin() -> None:
         try:
-            first.put(next(stream, None))
+            stream = shares(ray.train.get_dataset_shard(NAME))
+            begun.put((next(stream, None), stream))
         except BaseException as error:  # noqa: BLE001 (whoever asks for the first share gets it)
-            first.put(error)
+            begun.put(error)
 
-    threading.Thread(target=fetch, name="first-share", daemon=True).start()
-    return _joined(first, stream)
+    threading.Thread(target=begin, name="first-share", daemon=True).start()
+    return _joined(begun)
 
 
 def _joined(
-    first: "queue.SimpleQueue[pa.Table | BaseException | None]", stream: Iterator[pa.Table]
+    begun: "queue.SimpleQueue[tuple[pa.Table | None, Iterator[pa.Table]] | BaseException]",
 ) -> Iterator[pa.Table]:
-    share = first.get()
-    if isinstance(share, BaseException):
-        raise share
+    first = begun.get()
+    if isinstance(first, BaseException):
+        raise first
+    share, stream = first
     if share is not None:
         yield share
         yield from stream

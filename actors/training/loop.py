@@ -18,7 +18,6 @@ import torch
 import torch.distributed
 
 from actors.training import adapter, batching, optimizer, sharing
-from actors.training import feed as feeds
 from actors.training.batching import MicroBatch
 from actors.training.checkpoint import export
 from actors.training.checkpoint.saver import Checkpoints, ModelFacts
@@ -107,8 +106,9 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, link: Link | Non
         step_began_s = time.perf_counter()
         rate = optimizer.learning_rate(config.optimizer, step, plan.steps)
         # The random numbers of a step depend on nothing before it, so a restart repeats its dropout exactly.
-        # (Python's hash of integers is the same in every process.) Ranks that share rows share them too.
-        torch.manual_seed(hash((config.seed, step, layout.data_rank(place.rank))))
+        # (Python's hash of integers is the same in every process.) Ranks that share tokens share them too.
+        part = layout.place_of(place.rank)["context"]
+        torch.manual_seed(hash((config.seed, step, layout.data_rank(place.rank), part)))
 
         link.at("data", step)
         micro = [next(batches).to(place.device) for _ in range(plan.accumulation)]
@@ -235,8 +235,11 @@ class _RayReporter:
             self._metrics.close()
 
 
-def run(job: Job) -> Outcome | Stopped:
-    """The training function that Ray Train runs on every worker, again after each restart of the group."""
+def run(job: Job, dealt: Iterator[Any] | None) -> Outcome | Stopped:
+    """The training function that Ray Train runs on every worker, again after each restart of the group.
+
+    `dealt` gives this worker's share of each step, as tables; None if it gets its rows from another worker.
+    """
     context = ray.train.get_context()
     place = Place(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
     if place.device.type == "cpu":
@@ -244,8 +247,6 @@ def run(job: Job) -> Outcome | Stopped:
         torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // context.get_local_world_size()))
 
     layout = Layout.of(job.config.parallel, place.world_size)
-    reads = layout.reader(place.rank) == place.rank
-    dealt = feeds.opened() if reads else None  # before the model, so that its first rows come while that is loaded
 
     def feed(plan: StepPlan, step: int) -> Iterator[MicroBatch]:
         share = layout.data_rank(place.rank)

@@ -81,8 +81,7 @@ def work(settings: Mapping[str, Any]) -> None:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     layout = Layout.of(parallel, context.get_world_size())
-    reads = layout.reader(rank) == rank
-    dealt = feed.opened() if reads else None
+    dealt = feed.opened(parallel)
     step, ledger = committed(folder)
     spread, notes = plan(layout.data), Notes(order())
     batches: Iterator[MicroBatch] | None = None
