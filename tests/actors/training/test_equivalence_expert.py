@@ -6,9 +6,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from actors.training import engine
 from actors.training.config import TrainConfig
+from actors.training.engine import Place
+from actors.training.layout import Layout
 from tests.actors.training.equivalence import Trace, assert_equal, follow, mesh_settings
 from tests.actors.training.small import HERE, VOCABULARY
 from tests.gang import Gang
@@ -79,3 +83,22 @@ def test_an_adapter_learns_beside_spread_experts(gang: Gang, tiny_mixture: Path,
     assert found[0].weights
     assert not any("experts" in name for name in found[0].weights)
     assert_equal(found[0], alone)
+
+
+def _saved(place: Place, config: TrainConfig, base: Path, folder: Path) -> list[str]:
+    """Write the state of an engine; the names in it."""
+    layout = Layout.of(config.parallel, place.world_size)
+    state = engine.build(config, base, base.name, place, layout).state()
+    dcp.save(state, checkpoint_id=folder)
+    return sorted(state)
+
+
+def test_a_checkpoint_of_spread_experts_is_one_of_whole_ones(gang: Gang, tiny_mixture: Path, tmp_path: Path) -> None:
+    names, *_ = gang.run(4, _saved, _config(4, strategy="fsdp", expert=2), tiny_mixture, tmp_path)
+    alone = engine.build(_config(), tiny_mixture, "tiny", HERE, Layout())
+    wanted = {name: tensor.clone() for name, tensor in alone.state().items()}
+    assert names == sorted(wanted)
+    found = {name: torch.full_like(tensor, 7) for name, tensor in wanted.items()}
+    dcp.load(found, checkpoint_id=tmp_path)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
