@@ -171,7 +171,7 @@ def test_this_checker_sees_what_is_wrong() -> None:
     with pytest.raises(Exception, match="--stepz"):
         check_arguments(["train", "error-triage", "--stepz", "3"])
     with pytest.raises(AssertionError, match="needs"):
-        check_arguments(["train"])
+        check_arguments(["plan"])
     with pytest.raises(AssertionError, match="does not take"):
         check_arguments(["train", "error-triage", "second"])
 

@@ -38,10 +38,13 @@ from ray.exceptions import RayError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.controller.state import (
+    InitializingState,
     PreemptingState,
     ReschedulingState,
     ResizingState,
+    RestartingState,
     RunningState,
+    SchedulingState,
 )
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
@@ -182,6 +185,7 @@ class RunWatch(ControllerCallback, WorkerGroupCallback):
 
     def after_controller_start(self, train_run_context: Any) -> None:  # noqa: ARG002
         os.environ.setdefault("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", _TORCH_SHUTDOWN_S)
+        self._without_room_since = time.monotonic()
         self._tell("set_controller", [ray.get_runtime_context().current_actor])
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -192,7 +196,7 @@ class RunWatch(ControllerCallback, WorkerGroupCallback):
             self._tell("ask", Wish.CHECKPOINT_AND_WAIT)
         elif isinstance(current_state, RunningState):
             self._without_room_since = None
-        elif self._group is None or isinstance(current_state, ReschedulingState):
+        elif isinstance(current_state, InitializingState | RestartingState | ReschedulingState | SchedulingState):
             self._wait_for_room(spinning=current_state is previous_state)
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:  # noqa: ARG002

@@ -9,10 +9,13 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray.train import TrainingFailedError
+from ray.train.v2._internal.execution.controller.state import RestartingState, RunningState
 
-from actors.training.config import TrainConfig
+from actors.training.config import ElasticConfig, TrainConfig
 from actors.training.control import Incident, Seen, name_of
 from actors.training.controller import TrainingResult, train
+from actors.training.ray_internals import RunWatch
 from app.bench.raylets import Raylets
 from app.bench.rehearsal import Happening, Play, Rehearsal, base_and_data
 from cluster import environment
@@ -120,6 +123,20 @@ def test_workers_for_which_there_will_never_be_room_are_refused_at_once(ray_sess
             optimizer={"global_batch_size": 64},
         )
     assert time.monotonic() - began < 10
+
+
+def test_a_run_does_not_wait_for_room_for_ever(ray_session: Session) -> None:
+    """Ray's elastic policy would: below `workers.min` it decides nothing, again and again."""
+    config = ElasticConfig(room_timeout_s=0.2, notice_s=0.05)
+    watch = RunWatch(None, config, workers=3, elastic=True, run_folder="", on_incident=lambda incident: None)
+    lost = RestartingState(training_failed_error=TrainingFailedError("its node is gone"))
+    watch.after_controller_state_update(RunningState(), lost)
+    time.sleep(0.3)
+    with pytest.raises(
+        TrainingError, match=r"no room for 3 training workers for 0 s; the cluster has 1 nodes"
+    ) as caught:
+        watch.after_controller_state_update(lost, lost)
+    assert "room_timeout_s" in str(caught.value.hint)
 
 
 def here(root: Path) -> dict[str, str]:
