@@ -130,6 +130,7 @@ class Registrar:
 class Fit:
     result: TrainingResult
     losses: list[float]
+    """Of the last steps, all of them if no worker was killed."""
     progress: list[Progress]
     notes: list[str]
 
@@ -160,13 +161,16 @@ def fit(
         on_checkpoint=Registrar(notes, die_at),
     )
     history = tracker.history(tracked, "loss")
-    assert [step for step, _ in history] == list(range(1, STEPS + 1))
+    # What a killed worker has measured and not yet told dies with it; what its successor measures does not.
+    told = [step for step, _ in history]
+    assert told == list(range(STEPS + 1 - len(told), STEPS + 1))
+    assert len(told) >= STEPS - (die_at or 0)
     return Fit(result, [loss for _, loss in history], progress, notes.read_text().splitlines())
 
 
 def assert_same(found: Fit, alone: Trace) -> None:
     losses, weights = alone
-    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert found.losses == pytest.approx(losses[-len(found.losses) :], rel=1e-5)
     trained = load_file(found.result.adapter / "adapter_model.safetensors")
     assert trained.keys() == weights.keys()
     for name, tensor in trained.items():
