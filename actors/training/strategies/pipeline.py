@@ -10,21 +10,19 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from actors.training import adapter, mesh, objectives, optimizer
+from actors.training import adapter, clipping, expert, mesh, objectives, optimizer
 from actors.training.batching import MicroBatch
 from actors.training.config import TrainConfig
 from actors.training.engine import Place, StepResult
 from actors.training.layout import Layout
-from actors.training.models import stages
+from actors.training.models import dense, stages
 from actors.training.objectives import sft
 from actors.training.steps import COLUMNS
-from cluster.errors import TrainingError
+from cluster.errors import ConfigError, TrainingError
 
 
 class PipelineEngine:
@@ -37,6 +35,11 @@ class PipelineEngine:
     def __init__(self, config: TrainConfig, base: Path, base_name: str, place: Place, layout: Layout) -> None:
         self.model = adapter.trainable(config, base, base_name, place.device)
         objectives.build(config, self.model)  # refuses a model that it does not fit
+        if layout.tensor > 1 and next(expert.modules(self.model), None):
+            raise ConfigError(
+                f"parallel.tensor {layout.tensor} does not cut the experts of {self.model.config.model_type} models.",
+                hint="Use parallel.pipeline with strategy fsdp.",
+            )
         self._config = config
         self._layout = layout
         self._device = place.device
@@ -53,9 +56,7 @@ class PipelineEngine:
         tied = embedding is head and embedding.requires_grad
         cut = stages.cut(self.model, self._mine, self._count, sft.summed_loss, config.precision)
         del embedding, head  # of the ranks that lack a stage for them, the last references
-        if config.activation_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._modules = [_parallelize(each.to(place.device), config, layout, self._mesh) for each in cut]
+        self._modules = [self._spread(stage, place.device) for stage in cut]
         self.model.train()
         for module in self._modules:
             module.train()
@@ -87,7 +88,7 @@ class PipelineEngine:
                 return_outputs=False,
             )
         summed = float(torch.stack(losses).detach().double().sum()) / self._scale if last and self._tells_loss else 0.0
-        norm = self._clip()
+        norm = float(self._clip())
         self._adamw.step()
         self._adamw.zero_grad()
         return StepResult(summed, norm)
@@ -108,6 +109,23 @@ class PipelineEngine:
 
     def close(self) -> None:
         return None
+
+    def _spread(self, stage: stages.Stage, device: torch.device) -> torch.nn.Module:
+        """`stage` over the ranks that share it: the recipe of `models/dense.py`, in its order."""
+        layers = list(stage.decoder.layers)
+        if self._layout.tensor > 1:
+            dense.share_matrices(self.model, layers, self._mesh["tensor"])
+        if self._config.activation_checkpointing:
+            dense.checkpoint_activations(self.model)
+        if self._config.compile:
+            dense.compile_layers(layers)
+        if self._layout.data == 1:
+            return stage.to(device)
+        spread = dense.spread_over_tokens(stage, layers, self._config, self._layout, device, self._mesh)
+        if isinstance(spread, FSDPModule):
+            # Gathered once a step: again for each micro-batch would cost more than the pipeline saves.
+            spread.set_reshard_after_forward(reshard_after_forward=False)
+        return spread
 
     def _schedule_for(self, count: int, shape: torch.Size) -> Any:
         """The schedule of `count` micro-batches of `shape` [count · B, T], with the buffers that they pass through."""
@@ -163,38 +181,16 @@ class PipelineEngine:
             work.wait()
         return theirs
 
-    def _clip(self) -> float:
+    def _clip(self) -> torch.Tensor:
         """The norm of the whole gradient, which is clipped by it."""
-        if self._twin is not None and self._twin.grad is not None:
-            _local(self._twin.grad).add_(self._exchange(self._twin.grad))  # a + b = b + a, bit by bit
-        gradients = [parameter.grad for parameter in self._learning.values() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        squared = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
-        torch.distributed.all_reduce(squared, group=self._group)
-        norm = squared.sqrt()
-        everything = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grads_with_norm_(everything, self._config.optimizer.max_grad_norm, norm)
-        return float(norm)
-
-
-def _parallelize(stage: stages.Stage, config: TrainConfig, layout: Layout, mesh: DeviceMesh) -> torch.nn.Module:
-    """`stage`, spread over the data ranks that hold it."""
-    layers = stage.decoder.layers
-    if config.compile:
-        for layer in layers:
-            layer.compile()
-    if layout.data == 1:
-        return stage
-    if config.parallel.strategy == "ddp":
-        return DistributedDataParallel(
-            stage, process_group=mesh.get_group("replicate"), forward_sync_buffers=False, gradient_as_bucket_view=True
-        )
-    shards = mesh["replicate", "shard"] if config.parallel.strategy == "hsdp" else mesh["shard"]
-    # Whole from the first micro-batch to the last: gathering the weights again for each of them would cost more
-    # than the pipeline saves.
-    for layer in layers:
-        fully_shard(layer, mesh=shards, reshard_after_forward=False)
-    return fully_shard(stage, mesh=shards, reshard_after_forward=False)
+        limit = self._config.optimizer.max_grad_norm
+        twin = _local(self._twin.grad) if self._twin is not None and self._twin.grad is not None else None
+        if twin is not None:
+            twin.add_(self._exchange(twin))  # a + b = b + a, bit by bit
+        norm = clipping.clip(self._learning.values(), limit, across=self._group)
+        if twin is not None and self._coordinate:  # counted on the first stage
+            twin.mul_(clipping.factor(norm, limit))
+        return norm
 
 
 def _together(micro: Sequence[MicroBatch]) -> MicroBatch:

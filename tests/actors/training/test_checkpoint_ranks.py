@@ -122,16 +122,16 @@ def live(place: Place, config: TrainConfig, base: Path, rows: pa.Table, folder: 
     return told.losses, outcome.adapter / "adapter_model.safetensors"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+@pytest.mark.parametrize("parallel", [{"strategy": "fsdp"}, {"strategy": "zero3"}, {"pipeline": 2}], ids=str)
 def test_a_run_goes_on_at_another_world_size_and_strategy(
-    gang: Gang, tiny_base: Path, rows: pa.Table, tmp_path: Path, strategy: str
+    gang: Gang, tiny_base: Path, rows: pa.Table, tmp_path: Path, parallel: dict[str, Any]
 ) -> None:
     """From two ranks to one process, and from one process to two ranks: the same losses as undisturbed."""
 
-    def config(**parallel: object) -> TrainConfig:
-        return settings(steps=STEPS, checkpoint={"every_steps": HALF}, parallel=parallel)
+    def config(**axes: object) -> TrainConfig:
+        return settings(steps=STEPS, checkpoint={"every_steps": HALF}, parallel=axes)
 
-    alone, spread_over_two = config(), config(strategy=strategy, workers={"min": 2, "max": 2})
+    alone, spread_over_two = config(), config(workers={"min": 2, "max": 2}, **parallel)
     losses, weights = live(HERE, alone, tiny_base, rows, tmp_path / "one")
     learnt = load_file(weights)
     gang.run(2, live, spread_over_two, tiny_base, rows, tmp_path / "two")

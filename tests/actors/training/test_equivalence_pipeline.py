@@ -162,13 +162,21 @@ def alone(deep_base: Path, some_rows: pa.Table) -> dict[str, Part]:
         (4, "lora", {"strategy": "fsdp"}),
         (4, "none", {"strategy": "fsdp", "schedule": "interleaved"}),
     ],
-    ids=lambda value: "-".join(value.values()) or "1f1b" if isinstance(value, dict) else str(value),
+    ids=lambda value: "-".join(map(str, value.values())) or "1f1b" if isinstance(value, dict) else str(value),
 )
 def test_a_pipeline_learns_what_one_process_learns(
     gang: Gang, workers: int, kind: str, axes: dict[str, Any], deep_base: Path, some_rows: pa.Table, alone: Any
 ) -> None:
     found = together(gang.run(workers, follow, pipelined(workers, kind, **axes), deep_base, some_rows))
     assert_equal(found, alone[kind])
+
+
+def test_a_stage_may_be_shared_by_tensor_ranks(
+    gang: Gang, deep_base: Path, some_rows: pa.Table, alone: dict[str, Part]
+) -> None:
+    found = together(gang.run(4, follow, pipelined(4, "none", tensor=2), deep_base, some_rows, 0, 4))
+    np.testing.assert_allclose(found.losses, alone["none"].losses[:4], rtol=1e-5)
+    np.testing.assert_allclose(found.norms, alone["none"].norms[:4], rtol=1e-5)
 
 
 def test_each_rank_holds_its_own_stage_alone(
