@@ -13,6 +13,8 @@ from actors.training.layout import Layout
 from actors.training.shape import Shape
 
 _FP32, _BF16 = 4, 2
+_BUCKET = 5_000_000
+"""Elements that DeepSpeed reduces at once (strategies/zero.py)."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +106,36 @@ class _Run:
         )
 
     def zero(self) -> Memory:
-        """DeepSpeed's stages: it keeps an fp32 master copy of what learns beside the weights, also in fp32."""
+        """DeepSpeed's stages, as strategies/zero.py sets them up.
+
+        It keeps an fp32 master copy of what learns beside the weights, also where those are fp32, and sums gradients
+        in fp32: each rank its part, but stage 1 in bf16 (and stage 1 that accumulates) all of them.
+        """
         stage = int(self._config.parallel.strategy[-1])
         shards = self._layout.shard
         width = _BF16 if self._low else _FP32
         weights = float(self._trained + self._frozen) * width
+        part = self._trained * _FP32 / shards
+        gradients = part
+        if stage == 1 and (self._low or self._accumulation > 1):
+            gradients = self._trained * (_FP32 + (_BF16 if self._low else 0))
+        gathered = 0.0
         if stage == 3:
             weights /= shards
-        master = self._trained * _FP32 / shards
-        gradients = self._trained * width / shards
-        optimizer = master + 2 * self._trained * _FP32 / shards
-        gathered = width * (self._shape.embedding + 2 * self._shape.layer) if stage == 3 else 0
+            gathered = width * (self._shape.embedding + 2 * self._shape.layer)
+            gradients += _FP32 * _BUCKET
+        optimizer = 3 * part  # the master copy and two moments
+        if self._config.parallel.offload == "cpu":
+            if self._on_gpu:
+                gradients, optimizer, part = 0.0, 0.0, 0.0
+            else:  # the host is the device: offloading only adds its buffers
+                gradients += self._trained * _FP32 + _FP32 * _BUCKET
         head = self.logits() + gathered + (self._shape.embedding * width if self._full else 0)
-        # AdamW works on one flat partition, with two intermediate results of its size.
+        # AdamW works on one flat part, with two intermediate results of its size; stage 3 copies the gradient first.
+        step = part * (3 if stage == 3 else 2)
         return max(
             Memory(weights, gradients, optimizer, self.activations(), head),
-            Memory(weights, gradients, optimizer, 0, 2 * master),
+            Memory(weights, gradients, optimizer, 0, step),
             key=lambda memory: memory.peak,
         )
 

@@ -63,10 +63,10 @@ def stays(settings: TrainConfig) -> float:
         ("ddp", 2, 16),
         ("fsdp", 2, 8),
         ("fsdp", 4, 4),
-        # DeepSpeed keeps a master copy also in fp32: 4 + (4 + 4 + 8) / 2, and all of it halved at stage 3.
+        # DeepSpeed keeps a master copy also in fp32: 4 + (4 + 4 + 8) / 2, all of it halved at stage 3, and a bucket.
         ("zero1", 2, 12),
         ("zero2", 2, 12),
-        ("zero3", 2, 10),
+        ("zero3", 2, 10 + 4 * 5e6 / PSI),
     ],
 )
 def test_what_stays_is_what_the_zero_paper_counts(strategy: str, workers: int, bytes_each: float) -> None:
@@ -74,7 +74,8 @@ def test_what_stays_is_what_the_zero_paper_counts(strategy: str, workers: int, b
 
 
 def test_bf16_halves_what_zero_multiplies_but_not_what_learns() -> None:
-    assert stays(config("zero2", precision="bf16")) == pytest.approx(2 + (2 + 4 + 8) / 2)
+    assert stays(config("zero2", precision="bf16")) == pytest.approx(2 + (4 + 4 + 8) / 2)
+    assert stays(config("zero1", precision="bf16")) == pytest.approx(2 + (4 + 8) / 2 + 4 + 2)
     assert stays(config("ddp", precision="bf16")) == pytest.approx(16)
 
 
