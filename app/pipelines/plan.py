@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 
 from actors.data import sources
 from actors.data.mining import MINERS
+from actors.training.layout import AXES, Layout, layer_ranges, require_divisible
 from actors.training.memory import Memory, estimate, trained
 from actors.training.shape import Shape, read
 from app.pipelines import calibration, remedy
-from app.recipe import Recipe
+from app.recipe import Recipe, require_whole_turn
 from cluster import environment
 from cluster.config import override, parse
 from cluster.errors import ConfigError, DependencyError
@@ -61,6 +62,7 @@ def plan(recipe: Recipe, home: Home, folder: Path, room: Room | None = None) -> 
     if room is None:
         room = Room(psutil.virtual_memory().available / GIB, recipe.parallel.workers.max, "available here")
     return [
+        *_turn(recipe),
         _batch(recipe),
         *_model(recipe, home, room),
         *_placement(recipe, home),
@@ -114,20 +116,51 @@ def _model(recipe: Recipe, home: Home, room: Room) -> list[Line]:
     found = f"{recipe.model.base}, {shape.parameters / 1e6:.0f} M parameters, {learning / 1e6:.1f} M learn"
     return [
         Line("model", "ok", found),
+        _mesh(recipe, shape),
         _fits(recipe, shape, room),
         _checkpoint(recipe, learning),
         _time(recipe, shape, home),
     ]
 
 
+def _turn(recipe: Recipe) -> list[Line]:
+    try:
+        require_whole_turn(recipe)
+    except ConfigError as error:
+        return [Line("turn", "warn", error.message, error.hint or "")]
+    return []
+
+
+def _mesh(recipe: Recipe, shape: Shape) -> Line:
+    """Whether the model can be cut as `parallel` says."""
+    axes = recipe.parallel
+    stages = axes.pipeline * (2 if axes.schedule == "interleaved" else 1)
+    try:
+        layout = Layout.of(axes, axes.workers.max)
+        require_divisible(
+            axes.tensor,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            intermediate_size=shape.intermediate,
+        )
+        layer_ranges(shape.layers, stages)
+    except ConfigError as error:
+        return Line("mesh", "red", error.message, error.hint or "")
+    wide = [f"{axis} {size}" for axis, size in zip(AXES, layout.sizes, strict=True) if size > 1]
+    return Line("mesh", "ok", f"{axes.strategy}, {' × '.join(wide) or 'one process'}")
+
+
 def _batch(recipe: Recipe) -> Line:
-    optimizer, workers = recipe.optimizer, recipe.parallel.workers.max
+    optimizer = recipe.optimizer
+    replica = recipe.parallel.ranks_per_replica
+    workers = recipe.parallel.workers.max // replica
+    who = "workers" if replica == 1 else f"groups of {replica} workers"
     accumulation = optimizer.global_batch_size // (workers * optimizer.micro_batch_size)
     tokens = optimizer.global_batch_size * recipe.data.max_length
     return Line(
         "batch",
         "ok",
-        f"{optimizer.global_batch_size} sequences = {workers} workers × {optimizer.micro_batch_size} × "
+        f"{optimizer.global_batch_size} sequences = {workers} {who} × {optimizer.micro_batch_size} × "
         f"{accumulation} accumulated; up to {tokens} tokens a step, {tokens * recipe.steps} in {recipe.steps} steps",
     )
 

@@ -11,7 +11,7 @@ from app.pipelines import stages
 from app.pipelines.registry import mirrored
 from app.pipelines.resume import require_choice
 from app.pipelines.stages import Data, Ground, Registration
-from app.recipe import Recipe
+from app.recipe import Recipe, require_whole_turn
 from app.session import connected
 from cluster.models import StoredModel
 from cluster.storage import Home
@@ -51,6 +51,8 @@ def run(
     `resume` is the id of the run to go on with; without it and without `new`, a run of the recipe's name that is not
     completed is a `ConfigError`.
     """
+    if evaluate:
+        require_whole_turn(recipe)
     with connected(), ground(recipe, home, display) as standing:
         earlier = standing.registry.run(resume) if resume is not None else None
         if earlier is None and not new:

@@ -69,6 +69,24 @@ def test_the_time_is_that_of_the_newest_run_of_the_kind(tmp_path: Path, model: P
     assert calibration.known(home, other) is None
 
 
+def test_a_mesh_that_cuts_heads_is_red(tmp_path: Path, model: Path) -> None:
+    workers = ["parallel.workers.min=2", "parallel.workers.max=2"]
+    for axis, status, found in (
+        ("parallel.tensor=2", "ok", "ddp, tensor 2"),
+        ("parallel.strategy=fsdp", "ok", "fsdp, shard 2"),
+        ("parallel.pipeline=2", "red", "A model of 1 layers cannot be cut into 2 stages."),
+    ):
+        recipe = recipes.load("error-triage", [f"model.base={model}", *workers, axis])
+        lines = {line.name: line for line in plan.plan(recipe, Home(tmp_path / "home"), tmp_path, HERE)}
+        assert (lines["mesh"].status, lines["mesh"].found) == (status, found)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
+    recipe = recipes.load("error-triage", [f"model.base={model}", *workers, "parallel.tensor=2"])
+    lines = {line.name: line for line in plan.plan(recipe, Home(tmp_path / "home"), tmp_path, HERE)}
+    assert lines["mesh"].found == "parallel.tensor 2 does not divide the model's num_key_value_heads 1."
+    assert lines["batch"].found.startswith("4 sequences = 1 groups of 2 workers × 1 × 4 accumulated")
+
+
 def test_upload_counts_what_ray_would_send(tmp_path: Path) -> None:
     (tmp_path / ".gitignore").write_text("# built\nbuild/\n*.bin\n")
     for name, size in (("a.py", 10), ("big.bin", 1000), ("build/x", 1000), (".venv/y", 1000), ("src/b.py", 20)):
