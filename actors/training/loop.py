@@ -111,12 +111,13 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, link: Link | Non
         torch.manual_seed(hash((config.seed, step, layout.data_rank(place.rank), part)))
 
         link.at("data", step)
-        micro = [next(batches).to(place.device) for _ in range(plan.accumulation)]
+        micro = [next(batches) for _ in range(plan.accumulation)]
         for batch in micro:
             if batch.origin is not None:  # this rank has read it
                 notes.add(batch.origin.positions, batch.origin.rows, batch.origin.samples)
         link.at("collective", step)
         # The whole global batch is counted before the first backward: it is what each token's share is of.
+        # And before it is on the device, which would be waited for.
         mine = [sum(map(sft.count_loss_tokens, micro)), sum(batch.tokens for batch in micro)] if counts else [0, 0]
         # What any worker has been asked to do, all do: after this very step.
         loss_tokens, tokens, *votes = _total(place, *mine, *link.votes())
@@ -125,6 +126,7 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, link: Link | Non
             raise TrainingError(
                 f"Step {step + 1} has no token to learn from.", hint="Check the labels of the data version."
             )
+        micro = [batch.to(place.device) for batch in micro]
         result = engine.step(micro, loss_tokens=loss_tokens, learning_rate=rate)
         norm = result.grad_norm
         link.at("collective", step)
