@@ -31,7 +31,7 @@ doctor: setup ## is this machine ready, and what to do where it is not
 test: setup ## every test but those for a GPU
 	@$(PYTEST) -m "not gpu"
 
-check: lint types unit ## lint, types, layers, and the tests without Ray or servers
+check: lint types unit ## lint, types, layers, and the tests without Ray, servers or several ranks
 
 lint: setup
 	@$(BIN)/ruff check .
@@ -42,7 +42,7 @@ types: setup
 	@$(BIN)/mypy
 
 unit: setup
-	@$(PYTEST) -m "not integration and not serve and not e2e and not gpu"
+	@$(PYTEST) -m "not integration and not serve and not e2e and not ranks and not gpu"
 
 format: setup ## mend what ruff can mend
 	@$(BIN)/ruff check --fix .

@@ -72,6 +72,13 @@ def serve_app(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
         yield app
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs on several ranks says so by its fixture; it is too slow for `make unit`."""
+    for item in items:
+        if "gang" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+
+
 @pytest.fixture(scope="session")
 def gang() -> Iterator[Gang]:
     """Processes that make process groups over gloo, for what several ranks do without Ray."""
