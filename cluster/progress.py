@@ -37,6 +37,13 @@ def silent(_: Progress) -> None:
     """The sink of work that nobody watches."""
 
 
+class Carried:
+    """A sink that can be pickled and is called where the work is done: `relayed` hands it on as it is."""
+
+    def __call__(self, progress: Progress) -> None:
+        raise NotImplementedError
+
+
 class _Mailbox:
     """A Ray actor that keeps reports until they are fetched."""
 
@@ -85,6 +92,9 @@ def relayed(sink: Sink) -> Iterator[Sink]:
     worker lives or not. That does not hold for a mailbox that dies or hangs, with its node or the cluster: then
     reports are lost, and a worker, or the end of the block, waits for at most `_PATIENCE_S`.
     """
+    if isinstance(sink, Carried):
+        yield sink
+        return
     import ray  # heavy, and only needed once Ray runs
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -44,6 +44,11 @@ class Bar(Config):
         """The median of `result` must not be above `bar`."""
         return cls(name=result.name, value=result.median, bar=bar, direction="max", met=result.median <= bar)
 
+    @classmethod
+    def at_least(cls, result: Result, bar: float) -> "Bar":
+        """The median of `result` must not be below `bar`."""
+        return cls(name=result.name, value=result.median, bar=bar, direction="min", met=result.median >= bar)
+
 
 class Report(Config):
     """A bench's outcome. A missed bar is said, not raised."""

@@ -1,6 +1,7 @@
 """`flywheel bench …`: figures of this machine, side by side, as medians of several runs. A missed bar is said."""
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -51,6 +52,65 @@ def memory(
 
     with Display(notes) as display, display.stage("bench"):
         found = run(display, length=length, runs=runs)
+    _show(found, as_json=as_json)
+
+
+@cli.command(epilog=EXAMPLES)
+def train(
+    base: Annotated[str, typer.Option(help="Model to train: a name in the catalog, a folder, or a hub id.")] = (
+        "smollm2-135m-instruct"
+    ),
+    contest: Annotated[
+        list[Literal["engine", "path"]] | None,
+        typer.Option(help="Engine against TRL, or the path through Ray against a bare loop; default: both."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 4,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 512,
+    example: Annotated[int, typer.Option(min=3, help="Tokens of a packed example, on average.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of one turn.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Turns of each competitor.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """LoRA fine-tuning: our engine beside TRL's trainer, and what Ray costs."""
+    from app.bench.train import CONTESTS, Size, run  # imports transformers
+
+    size = Size(batch=batch, length=length, example=example, steps=steps, runs=runs)
+    with Display(notes) as display, display.stage("bench"):
+        found = run(size, display, base=base, contests=tuple(contest or CONTESTS))
+    _show(found, as_json=as_json)
+
+
+@cli.command(epilog=EXAMPLES)
+def checkpoint(
+    base: Annotated[Path | None, typer.Option(help="Folder of a model; default: SmolLM2-135M's shape.")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(min=1, help="Workers; default: 1, and 2.")] = None,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured alone, and behind a save.")] = 6,
+    runs: Annotated[int, typer.Option(min=1, help="Rounds of all measurements.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """The stall of a checkpoint beside a plain copy and a synchronous save."""
+    from app.bench.checkpoint import Size, run  # imports torch
+
+    with Display(notes) as display, display.stage("bench"):
+        found = run(Size(length, steps, runs), display, base=base, ranks=ranks or (1, 2))
+    _show(found, as_json=as_json)
+
+
+@cli.command(epilog=EXAMPLES)
+def three_ways(
+    way: Annotated[
+        list[Literal["torch", "compile", "jax"]] | None, typer.Option(help="Who computes; default: all three.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of one turn.")] = 5,
+    runs: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """One small decoder in PyTorch, torch.compile and JAX: speed, compile time, equal losses."""
+    from app.bench.three_ways import WAYS, Size, run
+
+    with Display(notes) as display, display.stage("bench"):
+        found = run(Size(steps=steps, runs=runs), display, ways=tuple(way or WAYS))
     _show(found, as_json=as_json)
 
 
