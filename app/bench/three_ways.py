@@ -81,7 +81,7 @@ def run(size: Size, sink: Sink, *, ways: tuple[str, ...] = WAYS) -> Report:
 
 def difference(losses: list[list[float]]) -> float:
     """The largest relative distance between any two ways at any step."""
-    return max((max(each) - min(each)) / abs(min(each)) for each in zip(*losses, strict=True))
+    return float(max((max(each) - min(each)) / abs(min(each)) for each in zip(*losses, strict=True)))
 
 
 def play(ticket: Ticket, way: str, size: Size) -> None:
@@ -102,7 +102,7 @@ def weights(size: Size) -> Weights:
     draw = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
-        return (draw.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
+        return np.asarray(draw.standard_normal((rows, columns)) / np.sqrt(rows), np.float32)
 
     made = {"embedding": matrix(size.words, size.width), "norm": np.ones(size.width, np.float32)}
     for layer in range(size.layers):
