@@ -130,7 +130,9 @@ class _Run:
                 gradients, optimizer, part = 0.0, 0.0, 0.0
             else:  # the host is the device: offloading only adds its buffers
                 gradients += self._trained * _FP32 + _FP32 * _BUCKET
-        head = self.logits() + gathered + (self._shape.embedding * width if self._full else 0)
+        # The embedding is larger than a bucket, so its gradient is reduced by itself: at stage 3 with copies in fp32.
+        copies = 4 * _FP32 if stage == 3 else width
+        head = self.logits() + gathered + (copies * self._shape.embedding if self._full else 0)
         # AdamW works on one flat part, with two intermediate results of its size; stage 3 copies the gradient first.
         step = part * (3 if stage == 3 else 2)
         return max(

@@ -64,5 +64,5 @@ def read(folder: Path) -> Shape:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocabulary=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
-        matrices=tuple(matrices),
+        matrices=tuple(sorted(matrices)),
     )

@@ -24,17 +24,19 @@ SMOLLM2_135M = Shape(
     vocabulary=49152,
     tied=True,
     matrices=tuple(
-        (f"model.layers.{layer}.{name}", *size)
-        for layer in range(30)
-        for name, size in {
-            "self_attn.q_proj": (576, 576),
-            "self_attn.k_proj": (192, 576),
-            "self_attn.v_proj": (192, 576),
-            "self_attn.o_proj": (576, 576),
-            "mlp.gate_proj": (1536, 576),
-            "mlp.up_proj": (1536, 576),
-            "mlp.down_proj": (576, 1536),
-        }.items()
+        sorted(
+            (f"model.layers.{layer}.{name}", *size)
+            for layer in range(30)
+            for name, size in {
+                "self_attn.q_proj": (576, 576),
+                "self_attn.k_proj": (192, 576),
+                "self_attn.v_proj": (192, 576),
+                "self_attn.o_proj": (576, 576),
+                "mlp.gate_proj": (1536, 576),
+                "mlp.up_proj": (1536, 576),
+                "mlp.down_proj": (576, 1536),
+            }.items()
+        )
     ),
 )
 PSI = SMOLLM2_135M.parameters
