@@ -57,7 +57,7 @@ class Heartbeat:
     rss_bytes: int = 0
     oom_kills: int | None = None
     marks: Mapping[str, float] = field(default_factory=dict)
-    """Moments (`time.time`) of the first time this worker had: started, loaded, data, step."""
+    """Moments (`time.time`) at which this worker was first called, and had first: started, loaded, data, step."""
 
 
 @dataclass(frozen=True)
@@ -281,11 +281,12 @@ TERMINATED = threading.Event()
 class ControlLink:
     """The link of a worker of Ray Train. Nothing here waits for the actor, but `close` and `stand_still`."""
 
-    def __init__(self, control: Any, *, rank: int, node: str, every_s: float) -> None:
+    def __init__(self, control: Any, *, rank: int, node: str, every_s: float, called_at: float | None = None) -> None:
+        """`called_at`: when (`time.time`) Ray Train called this worker, before its imports."""
         self._control = control
         self._rank, self._node, self._every_s = rank, node, every_s
         self._point: tuple[Phase, int, float] = ("start", 0, time.monotonic())
-        self._marks: dict[str, float] = {"started": time.time()}
+        self._marks: dict[str, float] = {"called": called_at or time.time(), "started": time.time()}
         self._order = Order(Wish.NONE, 0)
         self._handled = 0
         self._ended_once = False

@@ -5,6 +5,7 @@ peft, so that the process that shows the progress stays light.
 """
 
 import logging
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -193,7 +194,8 @@ def _step_to_go_on_from(storage: RunStorage) -> int:
 
 def _work(settings: Mapping[str, Any]) -> Outcome | Stopped:
     job: Job = settings["job"]
+    called_at = time.time()
     dealt = feed.opened(job.config.parallel)
     from actors.training import loop  # torch, transformers and peft: seconds that the driver need not spend
 
-    return loop.run(job, dealt)
+    return loop.run(job, dealt, called_at)

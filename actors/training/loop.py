@@ -237,10 +237,11 @@ class _RayReporter:
             self._metrics.close()
 
 
-def run(job: Job, dealt: Iterator[Any] | None) -> Outcome | Stopped:
+def run(job: Job, dealt: Iterator[Any] | None, called_at: float | None = None) -> Outcome | Stopped:
     """The training function that Ray Train runs on every worker, again after each restart of the group.
 
     `dealt` gives this worker's share of each step, as tables; None if it gets its rows from another worker.
+    `called_at`: when (`time.time`) Ray Train called this worker.
     """
     context = ray.train.get_context()
     place = Place(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
@@ -260,7 +261,8 @@ def run(job: Job, dealt: Iterator[Any] | None) -> Outcome | Stopped:
 
     report = _RayReporter(job, place)
     control = job.control
-    link = ControlLink(control, rank=place.rank, node=here(), every_s=job.config.elastic.notice_s) if control else None
+    every_s = job.config.elastic.notice_s
+    link = ControlLink(control, rank=place.rank, node=here(), every_s=every_s, called_at=called_at) if control else None
     try:
         # Whether another try would help is judged where all ranks' errors are seen: `ray_internals.RunWatch`.
         return train(job, place, feed, report, link)

@@ -43,7 +43,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Happening:
-    """One line. `what`: group, mark, step, checkpoint, incident or end; `at` is `time.time`."""
+    """One line. `what`: nodes, group, mark, step, incident or end; `at` is `time.time`."""
 
     what: str
     at: float
@@ -184,9 +184,13 @@ def _watch(teller: _Teller, run_id: str, over: threading.Event) -> None:
 
     from actors.training.control import Seen, name_of
 
-    groups, incidents, marks = 0, 0, set[str]()
+    groups, incidents, marks, nodes = 0, 0, set[str](), 0
     control = None
     while not over.wait(_LOOK_S):
+        alive = sum(node["Alive"] for node in ray.nodes())
+        if alive != nodes:
+            nodes = alive
+            teller.tell("nodes", alive=alive)
         try:
             control = control or ray.get_actor(name_of(run_id))
             seen: Seen = ray.get(control.see.remote(), timeout=5)

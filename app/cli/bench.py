@@ -114,6 +114,20 @@ def three_ways(
     _show(found, as_json=as_json)
 
 
+@cli.command(epilog=EXAMPLES)
+def recovery(
+    runs: Annotated[int, typer.Option(min=1, help="How often each event happens.")] = 3,
+    nodes: Annotated[bool, typer.Option(help="Also lose and add a node of a cluster of several.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """How long a run stands still when a worker is killed, a node is lost, or one comes."""
+    from app.bench.recovery import run
+
+    with Display(notes) as display, display.stage("bench"):
+        found = run(display, runs=runs, nodes=nodes)
+    _show(found, as_json=as_json)
+
+
 def _show(found: "Report", *, as_json: bool) -> None:
     """The report, for a person with its bars beside the figures."""
 

@@ -180,7 +180,7 @@ def test_where_a_worker_stands_and_when_it_first_came_there(links: tuple[Control
         link.at(phase, step)  # type: ignore[arg-type]
     until(lambda: 0 in control.see().heartbeats and control.see().heartbeats[0][0].step == 5)
     marks = control.see().marks
-    assert list(marks) == ["started", "loaded", "data", "step"]
+    assert list(marks) == ["called", "started", "loaded", "data", "step"]
     assert sorted(marks.values()) == list(marks.values())
     link.stand_still(5, 0.0)
     until(lambda: control.see().heartbeats[0][0].phase == "wait")
