@@ -93,7 +93,7 @@ class Raylets:
             process = subprocess.Popen(
                 [
                     str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats",
-                    f"--object-store-memory={_STORE_BYTES}", *arguments,
+                    f"--object-store-memory={_STORE_BYTES}", *_agent_ports(), *arguments,
                 ],
                 env=self.env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -130,6 +130,18 @@ def _end(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
             each.send_signal(sign)
     psutil.wait_procs(found, timeout=10)
     process.wait(timeout=10)
+
+
+def _agent_ports() -> list[str]:
+    """Ports for a node's agents. A raylet that does not know them ends itself when its agents, two processes that
+    import half of Ray, have not told it within 15 s; beside a training run on the same cores they have not."""
+    names = (
+        "dashboard-agent-listen-port",
+        "dashboard-agent-grpc-port",
+        "runtime-env-agent-port",
+        "metrics-export-port",
+    )
+    return [f"--{name}={_free_port()}" for name in names]
 
 
 def _free_port() -> int:
