@@ -1,7 +1,8 @@
 """`flywheel bench …`: figures of this machine, side by side, as medians of several runs. A missed bar is said."""
 
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +16,21 @@ if TYPE_CHECKING:
 
 EXAMPLES = "Example: `flywheel bench registry --json`"
 cli = typer.Typer(help="Measure this machine against the bars.", no_args_is_help=True, epilog=EXAMPLES)
+
+
+class Contest(StrEnum):
+    """What `bench train` compares. (Typer knows no list of literals.)"""
+
+    ENGINE = "engine"
+    PATH = "path"
+
+
+class Way(StrEnum):
+    """Who computes in `bench three-ways`."""
+
+    TORCH = "torch"
+    COMPILE = "compile"
+    JAX = "jax"
 
 
 @cli.callback()
@@ -61,7 +77,7 @@ def train(
         "smollm2-135m-instruct"
     ),
     contest: Annotated[
-        list[Literal["engine", "path"]] | None,
+        list[Contest] | None,
         typer.Option(help="Engine against TRL, or the path through Ray against a bare loop; default: both."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 4,
@@ -76,7 +92,7 @@ def train(
 
     size = Size(batch=batch, length=length, example=example, steps=steps, runs=runs)
     with Display(notes) as display, display.stage("bench"):
-        found = run(size, display, base=base, contests=tuple(contest or CONTESTS))
+        found = run(size, display, base=base, contests=tuple(map(str, contest or CONTESTS)))
     _show(found, as_json=as_json)
 
 
@@ -99,9 +115,7 @@ def checkpoint(
 
 @cli.command(epilog=EXAMPLES)
 def three_ways(
-    way: Annotated[
-        list[Literal["torch", "compile", "jax"]] | None, typer.Option(help="Who computes; default: all three.")
-    ] = None,
+    way: Annotated[list[Way] | None, typer.Option(help="Who computes; default: all three.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of one turn.")] = 5,
     runs: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 5,
     as_json: AsJson = False,
@@ -110,7 +124,7 @@ def three_ways(
     from app.bench.three_ways import WAYS, Size, run
 
     with Display(notes) as display, display.stage("bench"):
-        found = run(Size(steps=steps, runs=runs), display, ways=tuple(way or WAYS))
+        found = run(Size(steps=steps, runs=runs), display, ways=tuple(map(str, way or WAYS)))
     _show(found, as_json=as_json)
 
 
