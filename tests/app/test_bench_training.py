@@ -102,6 +102,7 @@ def _failing(ticket: Ticket) -> None:
     raise SystemExit(3)
 
 
+@pytest.mark.integration
 def test_a_competitor_steps_only_in_its_turn() -> None:
     with Referee() as referee:
         referee.admit("counting", _counting)
@@ -110,6 +111,7 @@ def test_a_competitor_steps_only_in_its_turn() -> None:
         assert [(turn.steps, turn.said) for turn in turns] == [(3, 3), (1, 4)]
 
 
+@pytest.mark.integration
 def test_a_competitor_that_dies_is_missed() -> None:
     with Referee() as referee:
         referee.admit("failing", _failing)
