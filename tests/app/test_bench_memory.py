@@ -15,10 +15,8 @@ LENGTH = 256
 MEASURED = (
     Case("ddp"),
     Case("fsdp"),
-    Case("zero1"),
     Case("zero2"),
     Case("zero3"),
-    Case("ddp", adapter="lora", precision="bf16"),
     Case("fsdp", adapter="lora", precision="bf16", checkpointing=True),
 )
 
@@ -38,7 +36,7 @@ def shape(base: Path) -> Shape:
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: case.name)
 def test_a_prediction_is_what_is_measured(case: Case, base: Path, shape: Shape) -> None:
     said = estimate(case.config(), shape, length=LENGTH).peak / 2**30
-    assert said == pytest.approx(peak(case, base, LENGTH, steps=2), rel=TOLERANCE)
+    assert said == pytest.approx(peak(case, base, LENGTH, steps=3), rel=TOLERANCE)
 
 
 def test_the_bench_measures_every_strategy_with_and_without_checkpointing_and_offload() -> None:
