@@ -2,8 +2,8 @@
 
 Runs of a tiny model, so that what is measured is the path and not the model: one on a Ray of its own whose worker is
 killed, one on a cluster of several nodes. Beside each, what a fresh process needs to import torch and transformers
-and to load the same model, measured in the same run with as many processes at once as the group has workers: that part
-no framework saves. The bars are for the rest.
+and to load the same model, before and after the run (in it, the run would slow it down), with as many processes at
+once as the new group has workers: that part no framework saves. The bars are for the rest.
 """
 
 import json
@@ -30,9 +30,11 @@ from cluster.progress import Progress, Sink
 
 KILL_BAR_S: Final = 5.0
 RESIZE_BAR_S: Final = 15.0
+_WORKERS: Final = {"worker killed": 2, "node lost": 1, "node added": 2}
+"""The events, and the workers of the group that comes after."""
 PARTS: Final = ("notice", "restart", "import", "load", "data", "first step")
 _PATIENCE_S: Final = 240.0
-_BEFORE: Final = 10
+_BEFORE: Final = 40
 """Steps that a group makes before something happens to it: it is in its stride, and has a checkpoint behind it."""
 _FRESH: Final = """
 import json, sys, time
@@ -48,15 +50,10 @@ print(json.dumps([imported - began, time.perf_counter() - imported]))
 
 @dataclass(frozen=True)
 class Recovery:
-    """One event and what came after it, in seconds. `parts` add up to `total`; `fresh`: see `fresh_process`."""
+    """One event and what came after it, in seconds. `parts` add up to `total`."""
 
     total: float
     parts: Mapping[str, float]
-    fresh: float
-
-    @property
-    def beyond(self) -> float:
-        return self.total - self.fresh
 
 
 @dataclass
@@ -64,6 +61,8 @@ class _Found:
     """What one run went through, and the account of its rows at its end."""
 
     recoveries: dict[str, list[Recovery]] = field(default_factory=dict)
+    fresh_s: dict[int, list[float]] = field(default_factory=dict)
+    """Of `fresh_process`, by how many at once."""
     started_s: list[float] = field(default_factory=list)
     """From `ray start` to the node being in the cluster."""
     audit: Audit | None = None
@@ -89,8 +88,11 @@ def _figures(found: list[_Found]) -> tuple[list[Result], list[Bar]]:
             results.append(Result.of(f"{event}: to the first new step", "s", [one.total for one in recoveries]))
             for part in PARTS:
                 results.append(Result.of(f"{event}: {part}", "s", [one.parts[part] for one in recoveries]))
-            results.append(Result.of(f"{event}: fresh process", "s", [one.fresh for one in recoveries]))
-            beyond = Result.of(f"{event}: beyond a fresh process", "s", [one.beyond for one in recoveries])
+            fresh = Result.of(f"{event}: fresh process", "s", each.fresh_s[_WORKERS[event]])
+            beyond = Result.of(
+                f"{event}: beyond a fresh process", "s", [one.total - fresh.median for one in recoveries]
+            )
+            results.append(fresh)
             results.append(beyond)
             bars.append(Bar.at_most(beyond, bar))
             if event == "node added":
@@ -108,31 +110,31 @@ def _figures(found: list[_Found]) -> tuple[list[Result], list[Bar]]:
 
 
 def _killed(home: Path, runs: int) -> _Found:
-    found = _Found()
+    found, play = _Found(), _play(home, {"min": 2, "max": 2}, runs)
+    _measure_fresh(found, home, runs, 2)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    with _playing(home, {**env, environment.HOME: str(home)}, {"min": 2, "max": 2}, runs, found) as followed:
+    with _playing(play, {**env, environment.HOME: str(home)}, found) as followed:
         for _ in range(runs):
-            fresh = fresh_process(home, 2)
             _in_stride(followed, 2)
             began, at = len(followed.happened), time.time()
             os.kill(followed.members()[1][1], signal.SIGKILL)
-            _note(found, "worker killed", followed, at, began, workers=2, fresh=fresh)
+            _note(found, "worker killed", followed, at, began)
+    _measure_fresh(found, home, runs, 2)
     return found
 
 
 def _resized(home: Path, runs: int) -> _Found:
-    found = _Found()
+    found, play = _Found(), _play(home, {"min": 1, "max": 2}, runs)
+    _measure_fresh(found, home, runs, 1, 2)
     with Raylets({environment.HOME: str(home)}) as cluster:
         env = {**cluster.env, environment.RAY_ADDRESS: cluster.address, environment.HOME: str(home)}
         second = cluster.add()
-        with _playing(home, env, {"min": 1, "max": 2}, runs, found) as followed:
+        with _playing(play, env, found) as followed:
             for _ in range(runs):
-                fresh = fresh_process(home, 1)
                 _in_stride(followed, 2)
                 began, at = len(followed.happened), time.time()
                 cluster.lose(second)
-                _note(found, "node lost", followed, at, began, workers=1, fresh=fresh)
-                fresh = fresh_process(home, 2)
+                _note(found, "node lost", followed, at, began)
                 _in_stride(followed, 1)
                 began, at = len(followed.happened), time.time()
                 second = cluster.add()
@@ -140,15 +142,13 @@ def _resized(home: Path, runs: int) -> _Found:
                     lambda each: each.what == "nodes" and each.facts["alive"] == 2, after=began, within_s=_PATIENCE_S
                 )
                 found.started_s.append(there.at - at)
-                _note(found, "node added", followed, there.at, began, workers=2, fresh=fresh)
+                _note(found, "node added", followed, there.at, began)
+    _measure_fresh(found, home, runs, 1, 2)
     return found
 
 
-@contextmanager
-def _playing(
-    home: Path, env: Mapping[str, str], workers: Mapping[str, int], runs: int, found: _Found
-) -> Iterator[Rehearsal]:
-    """A run that goes on until it is told to stop; then its account is held against what it had to do."""
+def _play(home: Path, workers: Mapping[str, int], runs: int) -> Play:
+    """A run that goes on until it is told to stop."""
     home.mkdir()
     settings: dict[str, Any] = {
         "adapter": {"r": 4, "alpha": 8},
@@ -159,12 +159,25 @@ def _playing(
         "failures": {"max": runs},
     }
     play = Play(home, settings)
-    _, data = base_and_data(play)
-    with Rehearsal(play, env, home / "log") as followed:
+    base_and_data(play)
+    return play
+
+
+@contextmanager
+def _playing(play: Play, env: Mapping[str, str], found: _Found) -> Iterator[Rehearsal]:
+    """The run; at its end its account is held against what it had to do."""
+    with Rehearsal(play, env, play.home / "log") as followed:
         yield followed
+        _in_stride(followed, 2)
         followed.process.send_signal(signal.SIGTERM)
         followed.end()
-    found.audit = audit_run(play.run_id, TrainConfig.model_validate(settings), data, play.stage)
+    _, data = base_and_data(play)
+    found.audit = audit_run(play.run_id, TrainConfig.model_validate(play.settings), data, play.stage)
+
+
+def _measure_fresh(found: _Found, home: Path, runs: int, *sizes: int) -> None:
+    for size in sizes:
+        found.fresh_s.setdefault(size, []).extend(fresh_process(home, size) for _ in range(runs))
 
 
 def _in_stride(followed: Rehearsal, workers: int) -> None:
@@ -179,25 +192,26 @@ def _last_group(followed: Rehearsal) -> int:
     return max((number for number, each in enumerate(followed.happened) if each.what == "group"), default=0)
 
 
-def _note(found: _Found, event: str, followed: Rehearsal, at: float, began: int, *, workers: int, fresh: float) -> None:
+def _note(found: _Found, event: str, followed: Rehearsal, at: float, began: int) -> None:
     """Wait for the first step after what happened at `at`; `began` counts what had been told before."""
+    workers = _WORKERS[event]
     followed.until(
         lambda each: each.what == "mark" and each.facts["mark"] == "step" and each.facts["workers"] == workers,
         after=began,
         within_s=_PATIENCE_S,
     )
     since = followed.happened[began:]
-    found.recoveries.setdefault(event, []).append(recovery(at, since, fresh))
+    found.recoveries.setdefault(event, []).append(recovery(at, since))
 
 
-def recovery(at: float, since: list[Happening], fresh: float) -> Recovery:
+def recovery(at: float, since: list[Happening]) -> Recovery:
     """The split of the time from `at` to the last first step in `since`."""
     last = max(number for number, each in enumerate(since) if each.what == "group")
     noticed = next(each.at for each in since if each.what == "incident")
     marks = {each.facts["mark"]: each.at for each in since[last:] if each.what == "mark"}
     ends = [noticed, *(marks[name] for name in ("called", "started", "loaded", "data", "step"))]
     parts = {part: end - begin for part, begin, end in zip(PARTS, [at, *ends[:-1]], ends, strict=True)}
-    return Recovery(ends[-1] - at, parts, fresh)
+    return Recovery(ends[-1] - at, parts)
 
 
 def fresh_process(home: Path, at_once: int) -> float:
