@@ -14,7 +14,7 @@ PYTEST = $(BIN)/python -m pytest --basetemp=$(CACHE)/pytest-$@ -o tmp_path_reten
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo doctor test check lint types unit format clean
+.PHONY: help setup demo doctor test chaos check lint types unit format clean
 
 help: ## what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -28,8 +28,11 @@ demo: setup ## the whole loop: data, train, evaluate, register, serve, index, se
 doctor: setup ## is this machine ready, and what to do where it is not
 	@$(BIN)/flywheel doctor
 
-test: setup ## every test but those for a GPU
-	@$(PYTEST) -m "not gpu"
+test: setup ## every test but those for a GPU, and chaos
+	@$(PYTEST) -m "not gpu and not chaos"
+
+chaos: setup ## a run of 200 steps that loses ten workers and a node (minutes)
+	@$(PYTEST) -m chaos -s tests/chaos
 
 check: lint types unit ## lint, types, layers, and the tests without Ray, servers or several ranks
 
@@ -42,7 +45,7 @@ types: setup
 	@$(BIN)/mypy
 
 unit: setup
-	@$(PYTEST) -m "not integration and not serve and not e2e and not ranks and not gpu"
+	@$(PYTEST) -m "not integration and not serve and not e2e and not ranks and not gpu and not chaos"
 
 format: setup ## mend what ruff can mend
 	@$(BIN)/ruff check --fix .
