@@ -23,6 +23,8 @@ import psutil
 
 _STORE_BYTES: Final = 100_000_000
 _START_S: Final = 90.0
+# A raylet ends itself when its agents, which import half of Ray, are not up within 15 s, as beside busy cores.
+_AGAIN: Final = 'for try in 1 2 3; do "$@"; done; exit 1'
 # How soon Ray itself knows that a node is lost: after three refusals of its port, where the stock settings take 15 s.
 # One that is merely slow keeps the stock 10 s for an answer. Read by the head at its start.
 _NOTICE: Final = {
@@ -35,7 +37,7 @@ _NOTICE: Final = {
 
 @dataclass(frozen=True)
 class Node:
-    """One node: the process that `ray start --block` is, parent of all that belongs to it."""
+    """One node: the process above `ray start --block`, parent of all that belongs to it."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -92,8 +94,8 @@ class Raylets:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [
-                    str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats",
-                    f"--object-store-memory={_STORE_BYTES}", *_agent_ports(), *arguments,
+                    "/bin/sh", "-c", _AGAIN, "node", str(Path(sys.executable).parent / "ray"), "start", "--block",
+                    "--disable-usage-stats", f"--object-store-memory={_STORE_BYTES}", *arguments,
                 ],
                 env=self.env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -130,18 +132,6 @@ def _end(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
             each.send_signal(sign)
     psutil.wait_procs(found, timeout=10)
     process.wait(timeout=10)
-
-
-def _agent_ports() -> list[str]:
-    """Ports for a node's agents. A raylet that does not know them ends itself when its agents, two processes that
-    import half of Ray, have not told it within 15 s; beside a training run on the same cores they have not."""
-    names = (
-        "dashboard-agent-listen-port",
-        "dashboard-agent-grpc-port",
-        "runtime-env-agent-port",
-        "metrics-export-port",
-    )
-    return [f"--{name}={_free_port()}" for name in names]
 
 
 def _free_port() -> int:
