@@ -31,8 +31,8 @@ doctor: setup ## is this machine ready, and what to do where it is not
 test: setup ## every test but those for a GPU, and chaos
 	@$(PYTEST) -m "not gpu and not chaos"
 
-chaos: setup ## a run of 200 steps that loses ten workers and a node (minutes)
-	@$(PYTEST) -m chaos -s tests/chaos
+chaos: setup ## a run of 200 steps that loses ten workers and a node; a node lost and added (minutes)
+	@$(PYTEST) -m chaos -s
 
 check: lint types unit ## lint, types, layers, and the tests without Ray, servers or several ranks
 

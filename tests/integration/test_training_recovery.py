@@ -193,6 +193,7 @@ def resizes(followed: Rehearsal) -> list[Happening]:
     return [each for each in followed.happened if each.what == "incident" and each.facts["kind"] == "resize"]
 
 
+@pytest.mark.chaos
 def test_a_run_shrinks_when_a_node_is_lost_and_grows_without_repeating_a_step(stage: Path, tmp_path: Path) -> None:
     changes = {
         "steps": 100_000,
