@@ -17,6 +17,7 @@ from types import FrameType
 
 from cluster import environment
 from cluster.errors import ConfigError, DependencyError, FlywheelError
+from cluster.storage import DISK_FULL
 
 EXIT_INTERRUPTED = 130
 
@@ -109,7 +110,7 @@ def _explain(error: OSError) -> FlywheelError:
     """A file or device that did not do what was asked: its name and the system's reason."""
     where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
     hint = None
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         hint = f"Free some disk where the output goes, or set {environment.HOME} to a folder with room."
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = f"Change its permissions, or set {environment.HOME} to a folder of yours."

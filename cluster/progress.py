@@ -5,6 +5,7 @@ Work that runs in Ray workers gets a `Sink` from `relayed`; what it puts in come
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,11 +38,11 @@ def silent(_: Progress) -> None:
     """The sink of work that nobody watches."""
 
 
-class Carried:
+class Carried(ABC):
     """A sink that can be pickled and is called where the work is done: `relayed` hands it on as it is."""
 
-    def __call__(self, progress: Progress) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, progress: Progress) -> None: ...
 
 
 class _Mailbox:

@@ -5,6 +5,7 @@ writing leaves only a `.partial-…` sibling, which nothing reads. Whoever lives
 told from one that may be deleted, however old it is: see `abandoned`.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -21,6 +22,9 @@ from cluster import environment
 from cluster.errors import ConfigError
 
 PARTIAL_PREFIX = ".partial-"
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of the system that more room would mend."""
 
 LOCK = ".lock"
 """In a folder of signed folders: held (`only_one`) while one of them and its signature appear, or are taken away."""

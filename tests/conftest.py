@@ -23,9 +23,9 @@ os.environ[environment.HOME] = str(_ROOT)
 environment.prepare(_ROOT)
 
 from actors.registry.client import RegistryClient  # noqa: E402
+from app.bench.gang import Gang  # noqa: E402
 from cluster.session import Session, connect  # noqa: E402
 from cluster.storage import Home  # noqa: E402
-from tests.gang import Gang  # noqa: E402
 from tests.postgres import Postgres, server  # noqa: E402
 from tests.serving import ServeApp, running  # noqa: E402
 

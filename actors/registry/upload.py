@@ -38,7 +38,7 @@ from actors.registry.facts import Artifact, VersionFact
 from cluster import signing
 from cluster.errors import CapacityError, ConfigError, DependencyError
 from cluster.progress import Progress, Sink, silent
-from cluster.storage import LOCK, PARTIAL_PREFIX, Home, digest_of, file_digests, is_still, only_one
+from cluster.storage import DISK_FULL, LOCK, PARTIAL_PREFIX, Home, digest_of, file_digests, is_still, only_one
 
 UPLOAD_PREFIX: Final = f"{PARTIAL_PREFIX}upload-"
 FOLDER_DIGITS: Final = 12
@@ -52,7 +52,6 @@ _FILES_AT_ONCE: Final = 2 * _HASHERS
 _SPARE_BYTES: Final = 16 << 20
 _REPORT_EVERY_S: Final = 0.25
 _NO_SUCH_CALL: Final = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
-_DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _JOURNAL: Final = "journal"
 _FILES: Final = "files"
 
@@ -589,7 +588,7 @@ def translated(source: Path, target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _DISK_FULL:
+        if error.errno in DISK_FULL:
             raise CapacityError(
                 f"{target} has no room for {source}: {error.strerror}.",
                 hint="Make room on that disk and do the same again: it goes on where it stopped. `flywheel models gc` "

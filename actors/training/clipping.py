@@ -13,6 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from actors.training import mesh as meshes
+
 
 def clip(
     parameters: Iterable[torch.nn.Parameter], max_norm: float, *, across: ProcessGroup | None = None
@@ -28,7 +30,7 @@ def clip(
         torch.distributed.all_reduce(squares, group=across)
     norm = squares.sqrt()
     if gradients:
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], factor(norm, max_norm))
+        torch._foreach_mul_([meshes.local(gradient) for gradient in gradients], factor(norm, max_norm))
     return norm
 
 
@@ -42,7 +44,7 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     spread: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-        spread.setdefault((mesh, _cut_along(gradient)), []).append(_local(gradient))
+        spread.setdefault((mesh, _cut_along(gradient)), []).append(meshes.local(gradient))
     squares = []
     for (mesh, axes), parts in spread.items():
         mine = torch.nn.utils.get_total_norm(parts).float().square()
@@ -71,7 +73,3 @@ def _laid_out(parameter: torch.nn.Parameter) -> torch.Tensor:
     ):
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     return parameter.grad
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig
 
@@ -25,7 +24,7 @@ from actors.training.checkpoint import manifest
 from actors.training.checkpoint.storage import RunStorage, storage_at
 from actors.training.config import TrainConfig
 from actors.training.control import Incident
-from actors.training.fit import fit, require_room
+from actors.training.fit import fit, require_room, resources_per_worker
 from actors.training.job import Job, OnCheckpoint, OnIncident, Outcome, Protected, Stopped
 from actors.training.layout import Layout
 from actors.training.order import Order
@@ -98,8 +97,8 @@ def train(
     order = Order.of(plan, seed=config.seed, shuffle=config.shuffle)
     require_signed(base, home, Verifier())  # each worker will again; here it is told before anything is started
     workers = config.parallel.workers
-    on_gpu = ray.cluster_resources().get("GPU", 0) >= workers.min
-    per_worker = {"GPU": 1.0} if on_gpu else {"CPU": 1.0}
+    per_worker = resources_per_worker(config)
+    on_gpu = "GPU" in per_worker
     require_room(config, per_worker)
     run_folder = home.runs / require_file_name(run_id, what="run id")
     storage = storage_at(run_folder, run_id, config.checkpoint.storage)

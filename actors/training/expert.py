@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from actors.training import mesh as meshes
 from actors.training.layout import Layout
 from cluster.errors import ConfigError
 
@@ -52,6 +53,14 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     return DeviceMesh(
         device.type, ranks.permute(0, 2, 1).reshape(-1, layout.expert), mesh_dim_names=("copies", "expert")
     )
+
+
+def refuse_tensor(model: Any, layout: Layout, *, hint: str) -> None:
+    """`ConfigError` for a mixture under tensor parallelism, which knows no fused experts."""
+    if layout.tensor > 1 and next(modules(model), None):
+        raise ConfigError(
+            f"parallel.tensor {layout.tensor} does not cut the experts of {model.config.model_type} models.", hint=hint
+        )
 
 
 def spread(model: Any, mesh: DeviceMesh) -> list[Any]:
@@ -137,8 +146,7 @@ def _weights(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
     Tokens of all of them come here, so the gradient is already their sum; that of all other weights is their mean,
     which is what FSDP and DDP make of gradients.
     """
-    mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    divided: torch.Tensor = _DividedGradient.apply(mine, ranks)
+    divided: torch.Tensor = _DividedGradient.apply(meshes.local(parameter), ranks)
     return divided
 
 

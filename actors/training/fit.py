@@ -33,6 +33,12 @@ class StoppedRun(KeyboardInterrupt):
     """
 
 
+def resources_per_worker(config: TrainConfig) -> dict[str, float]:
+    """What each worker asks of the running cluster: a GPU if there is one for the smallest group, else a CPU."""
+    on_gpu = ray.cluster_resources().get("GPU", 0) >= config.parallel.workers.min
+    return {"GPU": 1.0} if on_gpu else {"CPU": 1.0}
+
+
 def require_room(config: TrainConfig, per_worker: Mapping[str, float]) -> None:
     """`CapacityError` that names what is missing if the cluster can never place `parallel.workers.min` workers.
 

@@ -1,7 +1,8 @@
-"""The torch device mesh of a `Layout`, and the process groups along its axes."""
+"""The torch device mesh of a `Layout`, the process groups along its axes, and the parts of tensors spread over it."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from actors.training.layout import AXES, Layout
 
@@ -26,6 +27,16 @@ def shards(mesh: DeviceMesh, strategy: str) -> DeviceMesh:
         return DeviceMesh._concatenate([replicas(mesh), mesh["shard"]])
     parts = _joined(mesh, "shard", "context")
     return parts if mesh["replicate"].size() == 1 else DeviceMesh._concatenate([mesh["replicate"], parts])
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `tensor`; all of it if it is not spread."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of `tensor`, on every rank. Collective if it is spread."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _joined(mesh: DeviceMesh, first: str, second: str) -> DeviceMesh:

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed
-from torch.distributed.tensor import DTensor
 
 from actors.training import engine as engines
+from actors.training import mesh
 from actors.training.batching import MicroBatch
 from actors.training.checkpoint.saver import Checkpoints
 from actors.training.checkpoint.storage import storage_at
@@ -125,7 +125,7 @@ def work(place: Place, base: Path, folder: Path, size: Size) -> list[Round]:
     step = _Steps(engine, layout, size, place)
     state = engine.state()
     checkpoints.resume(state)
-    copies = {name: torch.zeros_like(_local(tensor)) for name, tensor in state.items()}
+    copies = {name: torch.zeros_like(mesh.local(tensor)) for name, tensor in state.items()}
     del state
     for _ in range(2):
         step.timed()
@@ -191,12 +191,8 @@ def _timed_copy(place: Place, state: Mapping[str, torch.Tensor], copies: Mapping
     _together(place)
     began = time.perf_counter()
     for name, tensor in state.items():
-        copies[name].copy_(_local(tensor))
+        copies[name].copy_(mesh.local(tensor))
     return time.perf_counter() - began
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _together(place: Place) -> None:

@@ -56,14 +56,14 @@ class Aftermath:
             self._swept = False
             self._wake.notify()
 
-    def finish(self, *, insist: bool) -> None:
-        """Do what is left now. `insist`: raise what the registry raises."""
+    def finish(self) -> None:
+        """Do what is left now. Raises what the registry raises while it has not heard of everything."""
         with self._working:
             try:
                 self._tell()
                 self._sweep()
             except FlywheelError as error:
-                if insist and self._untold:
+                if self._untold:
                     raise
                 logger.warning("checkpoints are not tidied: %s", error)
 

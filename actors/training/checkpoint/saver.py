@@ -34,7 +34,7 @@ from actors.training.checkpoint.storage import RunStorage
 from actors.training.config import CheckpointConfig
 from actors.training.job import Position, Protected
 from cluster.errors import CapacityError, FlywheelError, TrainingError
-from cluster.storage import digest_file
+from cluster.storage import DISK_FULL, digest_file
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ OnCommit = Callable[[Position, str, Mapping[str, float]], None]
 
 It is called again, later, if it raises a `FlywheelError`; so it may be called twice, and must be idempotent."""
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL: Final = DISK_FULL | {errno.EFBIG}
 _SPARE_BYTES: Final = 16 << 20
 _LONGEST_SAVE: Final = timedelta(hours=1)
 
@@ -178,7 +178,7 @@ class Checkpoints:
             if settled is not None and settled.failed is not None:
                 raise settled.failed
         if self._aftermath and insist:
-            self._aftermath.finish(insist=insist)
+            self._aftermath.finish()
         return settled
 
     def take_metrics(self) -> dict[str, float]:

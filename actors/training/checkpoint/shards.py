@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.logging_handlers import DCP_LOGGER_NAME
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from actors.training import mesh
 from actors.training.checkpoint.manifest import FileFact
 from cluster.errors import TrainingError
 
@@ -52,7 +53,7 @@ class Staging:
     def prepare(self, state: Mapping[str, torch.Tensor]) -> None:
         """Have the buffers for such a state ready soon: new memory is several times as slow as memory in use."""
         self._outline(state)
-        parts = [(name, _local(tensor)) for name, tensor in state.items()]
+        parts = [(name, mesh.local(tensor)) for name, tensor in state.items()]
         shapes = [(name, part.shape, part.dtype, part.is_cuda) for name, part in parts]
 
         def allocate() -> None:
@@ -74,7 +75,7 @@ class Staging:
         for name, tensor in state.items():
             if self._written is not None and name not in self._written:
                 continue
-            local = _local(tensor)
+            local = mesh.local(tensor)
             buffer = self.buffers.get(name)
             if buffer is None:
                 buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
@@ -158,15 +159,10 @@ def read_whole(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _outline(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
-    local = _local(tensor)
+    local = mesh.local(tensor)
     return DTensor.from_local(
         torch.empty(local.shape, dtype=local.dtype, device=_META),
         tensor.device_mesh,

@@ -100,13 +100,21 @@ def spread_over_tokens(
     # DDP knows no DTensors: beside tensor parallelism FSDP takes its part, with one shard that is the whole.
     ranks = meshes.shards(mesh, strategy)
     # FSDP itself moves to the device what it has cut: the whole model need not fit there.
-    full = config.adapter.kind == "none" and config.precision == "bf16"
-    # fp32 weights travel in bf16, which is what autocast makes of them anyway. Activations stay as autocast has them,
-    # so that the numbers are those of DDP. Embedding and head keep fp32, as the residual stream that begins there.
-    low = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Embedding and head keep fp32, as the residual stream that begins there.
     for layer in layers:
-        fully_shard(layer, mesh=ranks, mp_policy=low if full else MixedPrecisionPolicy())
+        fully_shard(layer, mesh=ranks, mp_policy=mixed_precision(config))
     return fully_shard(objective, mesh=ranks)
+
+
+def mixed_precision(config: TrainConfig) -> MixedPrecisionPolicy:
+    """In what FSDP gathers and sums the weights of layers.
+
+    fp32 weights travel in bf16, which is what autocast makes of them anyway. Activations stay as autocast has them,
+    so that the numbers are those of DDP.
+    """
+    if config.adapter.kind == "none" and config.precision == "bf16":
+        return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy()
 
 
 _COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}

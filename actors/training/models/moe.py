@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,22 +28,12 @@ def parallelize(
 
     A mesh of None is one process.
     """
-    model: Any = objective.model
-    layers = list(model.get_decoder().layers)
-    if layout.tensor > 1:
-        raise ConfigError(
-            f"parallel.tensor {layout.tensor} does not cut the experts of {model.config.model_type} models.",
-            hint="Spread whole experts with parallel.expert, or use strategy fsdp.",
-        )
+    expert.refuse_tensor(
+        objective.model, layout, hint="Spread whole experts with parallel.expert, or use strategy fsdp."
+    )
     if layout.expert > 1:
         spread_experts(objective, config, layout, device)
-    if config.activation_checkpointing:
-        dense.checkpoint_activations(model)
-    if config.compile:
-        dense.compile_layers(layers)
-    if mesh is not None and layout.data * layout.context > 1:
-        return dense.spread_over_tokens(objective, layers, config, layout, device, mesh)
-    return objective.to(device)
+    return dense.parallelize(objective, config, layout, device, mesh)
 
 
 def spread_experts(objective: torch.nn.Module, config: TrainConfig, layout: Layout, device: torch.device) -> None:
@@ -63,8 +53,6 @@ def spread_experts(objective: torch.nn.Module, config: TrainConfig, layout: Layo
     mesh = expert.mesh_of(layout, device)
     copies = mesh["copies"]
     held = expert.spread(model, mesh["expert"])
-    full = config.adapter.kind == "none" and config.precision == "bf16"  # as in `dense.spread_over_tokens`
-    low = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for experts in held:
         widths = [matrix.shape[1] for matrix in experts.parameters()]
         if any(width % copies.size() for width in widths):
@@ -77,7 +65,7 @@ def spread_experts(objective: torch.nn.Module, config: TrainConfig, layout: Layo
             experts,
             mesh=copies,
             shard_placement_fn=lambda _: Shard(1),
-            mp_policy=low if full else MixedPrecisionPolicy(),
+            mp_policy=dense.mixed_precision(config),
         )
     mine = {id(matrix) for experts in held for matrix in experts.parameters()}
     names = [name for name, part in objective.named_parameters() if id(part) in mine]

@@ -12,7 +12,6 @@ import torch
 import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
 
 from actors.training import adapter, clipping, expert, mesh, objectives, optimizer
 from actors.training.batching import MicroBatch
@@ -22,7 +21,7 @@ from actors.training.layout import Layout
 from actors.training.models import dense, stages
 from actors.training.objectives import sft
 from actors.training.steps import COLUMNS
-from cluster.errors import ConfigError, TrainingError
+from cluster.errors import TrainingError
 
 
 class PipelineEngine:
@@ -35,11 +34,7 @@ class PipelineEngine:
     def __init__(self, config: TrainConfig, base: Path, base_name: str, place: Place, layout: Layout) -> None:
         self.model = adapter.trainable(config, base, base_name, place.device)
         objectives.build(config, self.model)  # refuses a model that it does not fit
-        if layout.tensor > 1 and next(expert.modules(self.model), None):
-            raise ConfigError(
-                f"parallel.tensor {layout.tensor} does not cut the experts of {self.model.config.model_type} models.",
-                hint="Use parallel.pipeline with strategy fsdp.",
-            )
+        expert.refuse_tensor(self.model, layout, hint="Use parallel.pipeline with strategy fsdp.")
         self._config = config
         self._layout = layout
         self._device = place.device
@@ -105,7 +100,7 @@ class PipelineEngine:
             for tensor in (self._twin.detach(), *(moments[name] for name in optimizer.MOMENTS)):
                 theirs = self._exchange(tensor)
                 if self._coordinate:
-                    _local(tensor).copy_(theirs)
+                    mesh.local(tensor).copy_(theirs)
 
     def close(self) -> None:
         return None
@@ -170,7 +165,7 @@ class PipelineEngine:
 
     def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the other one of first and last rank gives for its `tensor`, of the same shape; local parts both."""
-        mine = _local(tensor).contiguous()
+        mine = mesh.local(tensor).contiguous()
         theirs = torch.empty_like(mine)
         peer = 0 if self._coordinate else self._layout.pipeline - 1
         operations = [
@@ -184,7 +179,7 @@ class PipelineEngine:
     def _clip(self) -> torch.Tensor:
         """The norm of the whole gradient, which is clipped by it."""
         limit = self._config.optimizer.max_grad_norm
-        twin = _local(self._twin.grad) if self._twin is not None and self._twin.grad is not None else None
+        twin = mesh.local(self._twin.grad) if self._twin is not None and self._twin.grad is not None else None
         if twin is not None:
             twin.add_(self._exchange(twin))  # a + b = b + a, bit by bit
         norm = clipping.clip(self._learning.values(), limit, across=self._group)
@@ -202,7 +197,3 @@ def _together(micro: Sequence[MicroBatch]) -> MicroBatch:
             hint="Build the token version again, with rows of one length.",
         )
     return MicroBatch(**{name: torch.cat([getattr(batch, name) for batch in micro]) for name in COLUMNS})
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

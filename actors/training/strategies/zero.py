@@ -138,7 +138,7 @@ class ZeroEngine:
         for key, tensor in state.items():
             kind, _, name = key.partition("/")
             part = self._learning[name]
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = mesh.whole(tensor)
             if self._stage == 3:
                 piece = self._piece(part, whole)
                 if kind == "weights":

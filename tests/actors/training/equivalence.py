@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from actors.training import engine, optimizer
+from actors.training import engine, mesh, optimizer
 from actors.training.config import TrainConfig
 from actors.training.engine import Engine, Place
 from actors.training.layout import Layout
@@ -81,7 +81,13 @@ def summed(place: Place, value: float) -> float:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of all of it, on every rank."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return mesh.whole(tensor).detach().clone()
+
+
+def laid_out(values: np.ndarray, now: torch.Tensor) -> torch.Tensor:
+    """`values` laid out as `now` is, which is what a loader of checkpoints gives."""
+    full = torch.from_numpy(values)
+    return distribute_tensor(full, now.device_mesh, now.placements) if isinstance(now, DTensor) else full
 
 
 def assert_equal(found: Trace, wanted: Trace, *, rel: float = 1e-5) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from actors.training import mesh
 from actors.training.checkpoint.saver import Checkpoints, ModelFacts
 from actors.training.checkpoint.storage import FolderStorage, RunStorage
 from actors.training.config import CheckpointConfig
@@ -57,8 +58,7 @@ def assert_equal(found: Mapping[str, torch.Tensor], step: int) -> None:
     """Each tensor of `found`, or this rank's part of it, is that of `whole(step)`. Collective for DTensors."""
     wanted = whole(step)
     for name, tensor in found.items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert full.equal(wanted[name]), name
+        assert mesh.whole(tensor).equal(wanted[name]), name
 
 
 def at(step: int, run_id: str = RUN) -> Position:

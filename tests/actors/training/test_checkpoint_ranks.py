@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 
 from actors.training.checkpoint import shards
 from actors.training.checkpoint.storage import FolderStorage
@@ -17,10 +16,10 @@ from actors.training.engine import Place
 from actors.training.job import Outcome
 from actors.training.layout import Layout
 from actors.training.loop import train
+from app.bench.gang import Gang
 from cluster.errors import CapacityError
 from tests.actors.training.saved import at, blank, checkpoints, largest_file, resumed_step, save, spread, whole
 from tests.actors.training.small import HERE, Remembered, job, memory_feed, settings
-from tests.gang import Gang
 
 SHARDED_BY = {0: "__0_0.distcp", 1: "__1_0.distcp"}
 
@@ -35,10 +34,6 @@ def save_together(place: Place, folder: Path) -> dict[str, int]:
             torch.distributed.all_reduce(torch.ones(1000))
     mine.finish(insist=True)
     return {name: buffer.nbytes for name, buffer in mine._staging.buffers.items()}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def go_on(place: Place, folder: Path, along: int) -> int | None:

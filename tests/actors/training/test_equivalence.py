@@ -11,10 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.training.config import TrainConfig
 from actors.training.engine import Engine
+from app.bench.gang import Gang
 from cluster.errors import ConfigError
 from tests.actors.training.equivalence import Trace, assert_equal, follow, mesh_settings
 from tests.actors.training.small import HERE, VOCABULARY
-from tests.gang import Gang
 
 BATCH = {"learning_rate": 5e-3, "global_batch_size": 8, "max_grad_norm": 0.25}
 

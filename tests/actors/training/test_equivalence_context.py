@@ -6,9 +6,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from app.bench.gang import Gang
 from tests.actors.training.equivalence import Trace, assert_equal, follow, mesh_settings
 from tests.actors.training.small import HERE, packed_rows
-from tests.gang import Gang
 
 
 @pytest.fixture(scope="module")

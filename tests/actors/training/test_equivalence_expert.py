@@ -13,9 +13,9 @@ from actors.training import engine
 from actors.training.config import TrainConfig
 from actors.training.engine import Place
 from actors.training.layout import Layout
+from app.bench.gang import Gang
 from tests.actors.training.equivalence import Trace, assert_equal, follow, mesh_settings
 from tests.actors.training.small import HERE, VOCABULARY
-from tests.gang import Gang
 
 
 @pytest.fixture(scope="module")

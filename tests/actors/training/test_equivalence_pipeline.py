@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -29,10 +28,10 @@ from actors.training.layout import Layout, layer_ranges
 from actors.training.models import stages
 from actors.training.objectives import sft
 from actors.training.steps import StepPlan
+from app.bench.gang import Gang
 from cluster.errors import ConfigError
-from tests.actors.training.equivalence import STEPS, mesh_settings
+from tests.actors.training.equivalence import STEPS, laid_out, mesh_settings, whole
 from tests.actors.training.small import HERE, VOCABULARY, memory_feed, packed_rows
-from tests.gang import Gang
 
 HALF = STEPS // 2
 
@@ -61,7 +60,7 @@ def follow(
     plan = StepPlan(rows.num_rows, config.steps, config.optimizer.global_batch_size, 1, layout.data)
     trained = engine.build(config, base, base.name, place, layout)
     if before:
-        trained.load({name: _like(now, before[name]) for name, now in trained.state().items()}, start)
+        trained.load({name: laid_out(before[name], now) for name, now in trained.state().items()}, start)
     part = Part(parameters=sum(each.numel() for each in trained.model.parameters()))
     batches = memory_feed(rows, layout.data_rank(place.rank))(plan, start)
     for step in range(start, stop):
@@ -75,7 +74,7 @@ def follow(
         result = trained.step(micro, loss_tokens=counted.item(), learning_rate=rate)
         part.losses.append(result.loss_sum / counted.item())
         part.norms.append(result.grad_norm)
-    part.state.update({name: _whole(tensor).numpy() for name, tensor in trained.state().items()})
+    part.state.update({name: whole(tensor).numpy() for name, tensor in trained.state().items()})
     trained.close()
     return part
 
@@ -99,16 +98,6 @@ def assert_equal(found: Part, wanted: Part, *, start: int = 0) -> None:
     assert found.state.keys() == wanted.state.keys()
     for name, values in found.state.items():
         np.testing.assert_allclose(values, wanted.state[name], rtol=1e-3, atol=1e-4, err_msg=name)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def _like(now: torch.Tensor, values: np.ndarray) -> torch.Tensor:
-    """`values` laid out as `now` is, which is what a loader of checkpoints gives."""
-    whole = torch.from_numpy(values)
-    return distribute_tensor(whole, now.device_mesh, now.placements) if isinstance(now, DTensor) else whole
 
 
 def pipelined(workers: int, kind: str, **axes: Any) -> TrainConfig:

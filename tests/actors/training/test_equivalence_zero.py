@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed
 from pydantic import ValidationError
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from actors.training import engine, optimizer
 from actors.training.batching import NO_LOSS, MicroBatch
@@ -20,9 +19,9 @@ from actors.training.engine import Place
 from actors.training.layout import Layout
 from actors.training.objectives import sft
 from actors.training.steps import StepPlan
-from tests.actors.training.equivalence import STEPS, mesh_settings
+from app.bench.gang import Gang
+from tests.actors.training.equivalence import STEPS, laid_out, mesh_settings, summed, whole
 from tests.actors.training.small import HERE, memory_feed
-from tests.gang import Gang
 
 FULL = {"adapter": {"kind": "none"}}
 HALF = STEPS // 2
@@ -55,16 +54,16 @@ def drive(
     plan = StepPlan(rows.num_rows, config.steps, sizes.global_batch_size, sizes.micro_batch_size, layout.data)
     trained = engine.build(config, base, base.name, place, layout)
     if given is not None:
-        trained.load({name: _like(now, given[name]) for name, now in trained.state().items()}, start)
+        trained.load({name: laid_out(given[name], now) for name, now in trained.state().items()}, start)
     run = Run([], [], _whole(trained.state()), {})
     batches = memory_feed(rows, layout.data_rank(place.rank))(plan, start)
     for step in range(start, stop):
         micro = [next(batches) for _ in range(plan.accumulation)]
-        counted = _total(place, sum(map(sft.count_loss_tokens, micro)))
+        counted = summed(place, sum(map(sft.count_loss_tokens, micro)))
         result = trained.step(
             micro, loss_tokens=counted, learning_rate=optimizer.learning_rate(sizes, step, plan.steps)
         )
-        run.losses.append(_total(place, result.loss_sum) / counted)
+        run.losses.append(summed(place, result.loss_sum) / counted)
         run.norms.append(result.grad_norm)
     run.after.update(_whole(trained.state()))
     trained.close()
@@ -81,24 +80,11 @@ def lopsided(place: Place, config: TrainConfig, base: Path, labels: list[list[in
     counted = sum(map(sft.count_loss_tokens, micro))
     result = trained.step(mine, loss_tokens=counted, learning_rate=1e-3)
     trained.close()
-    return _total(place, result.loss_sum) / counted, result.grad_norm
-
-
-def _total(place: Place, value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
-    if place.world_size > 1:
-        torch.distributed.all_reduce(total)
-    return total.item()
+    return summed(place, result.loss_sum) / counted, result.grad_norm
 
 
 def _whole(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    full = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
-    return {name: each.detach().clone().numpy() for name, each in full.items()}
-
-
-def _like(now: torch.Tensor, values: np.ndarray) -> torch.Tensor:
-    whole = torch.from_numpy(values)
-    return distribute_tensor(whole, now.device_mesh, now.placements) if isinstance(now, DTensor) else whole
+    return {name: whole(each).numpy() for name, each in state.items()}
 
 
 def sharded(strategy: str, workers: int = 2, offload: str = "none", **changes: Any) -> TrainConfig:

@@ -12,8 +12,8 @@ from actors.training import mesh
 from actors.training.clipping import clip
 from actors.training.engine import Place
 from actors.training.layout import Layout
+from app.bench.gang import Gang
 from tests.actors.training.equivalence import whole
-from tests.gang import Gang
 
 
 class Net(torch.nn.Module):

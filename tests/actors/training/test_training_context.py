@@ -9,8 +9,8 @@ from torch.nn import functional
 from actors.training import attention
 from actors.training.context import Context, Share, context_attention, prepare, shares
 from actors.training.engine import Place
+from app.bench.gang import Gang
 from cluster.errors import ConfigError
-from tests.gang import Gang
 
 # Examples of 5, 1, 7 and 4, 9, 0 tokens: most borders of parts lie inside one.
 POSITIONS = torch.tensor([[*range(5), *range(1), *range(7)], [*range(4), *range(9)]])

@@ -13,8 +13,8 @@ from actors.training.engine import Place
 from actors.training.layout import Layout
 from actors.training.models import dense, moe, recipe
 from actors.training.objectives.sft import SftObjective
+from app.bench.gang import Gang
 from cluster.errors import ConfigError
-from tests.gang import Gang
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

@@ -10,9 +10,9 @@ from actors.training.batching import MicroBatch
 from actors.training.engine import Place
 from actors.training.layout import Layout
 from actors.training.steps import StepPlan
+from app.bench.gang import Gang
 from cluster.errors import TrainingError
 from tests.actors.training.small import memory_feed
-from tests.gang import Gang
 
 LAYOUTS = [Layout(replicate=2, tensor=2), Layout(pipeline=2, shard=2)]
 PLAN = StepPlan(rows=13, steps=5, global_batch_size=4, micro_batch_size=1, world_size=2)
