@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.data.version import DataVersion
+from actors.training import columns
 from actors.training.checkpoint import manifest
 from actors.training.checkpoint.storage import open_storage
 from actors.training.config import TrainConfig
@@ -45,15 +46,21 @@ def sample_facts(data: DataVersion, home: Home) -> SampleFacts:
     """The samples of each row of the training split; reads no tokens."""
     counts, hashes = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
     rows = 0
-    for path in data.shards("train", home):
+    for path, shard in zip(data.shards("train", home), data.splits["train"].files, strict=True):
         try:
-            for part in pq.ParquetFile(path).iter_batches(columns=[ROW, SAMPLES]):
+            opened = pq.ParquetFile(path)
+            fault = columns.fault(opened.schema_arrow)
+            if fault is None and opened.metadata.num_rows != shard.rows:
+                fault = f"has {opened.metadata.num_rows} rows, not the {shard.rows} rows it was published with"
+            if fault is not None:
+                raise StateError(f"{path} {fault}.", hint="Prepare the data version again.")
+            for part in opened.iter_batches(columns=[ROW, SAMPLES]):
                 if part.column(ROW).to_pylist() != list(range(rows, rows + part.num_rows)):
                     raise StateError(f"The rows in {path} are not numbered as they were.", hint="Prepare it again.")
                 rows += part.num_rows
                 counts.append(part.column(SAMPLES).value_lengths().to_numpy().astype(np.int64))
                 hashes.append(_sums(part.column(SAMPLES).flatten(), counts[-1]))
-        except (pa.ArrowException, OSError, KeyError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise StateError(f"{path} cannot be read: {error}.", hint="Prepare the data version again.") from None
     return SampleFacts(np.concatenate(counts), np.concatenate(hashes))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 
 from actors.training.order import Rows
@@ -45,7 +46,10 @@ class MicroBatch:
     @classmethod
     def from_arrow(cls, table: Any) -> "MicroBatch":
         """`table` has the three columns as lists of one length; anything else is a `TrainingError`."""
-        return cls(**{name: _matrix(table, name) for name in COLUMNS})
+        matrices = {name: _matrix(table, name) for name in COLUMNS}
+        if len({matrix.shape for matrix in matrices.values()}) > 1:
+            raise _misshapen(f"Columns {', '.join(COLUMNS)} hold rows of different lengths")
+        return cls(**matrices)
 
     def to(self, device: torch.device) -> "MicroBatch":
         return replace(self, **{name: getattr(self, name).to(device) for name in COLUMNS})
@@ -104,7 +108,13 @@ def _named(positions: Rows) -> str:
 
 def _matrix(table: Any, name: str) -> torch.Tensor:
     column = table.column(name)
+    if len(pc.unique(pc.list_value_length(column))) != 1 or column.null_count:
+        raise _misshapen(f"Column {name!r} holds rows of different lengths")
     flat = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
-    if not len(column) or flat.size % len(column):
-        raise TrainingError(f"Column {name!r} holds rows of different lengths.", hint="Build the token version again.")
+    if flat.dtype.kind not in "iu":  # a token that is missing makes floats of all
+        raise _misshapen(f"Column {name!r} holds {flat.dtype} where whole numbers belong, or gaps")
     return torch.from_numpy(flat.astype(np.int64).reshape(len(column), -1))
+
+
+def _misshapen(what: str) -> TrainingError:
+    return TrainingError(f"{what}.", hint="Build the token version again.")

@@ -186,7 +186,8 @@ class TrainConfig(Config):
     compile: bool = False
     """Compile each layer with torch.compile: slow first steps, faster ones after."""
     steps: int = Field(default=100, ge=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**64)
+    """As wide as torch's."""
     shuffle: bool = True
     """Each epoch in an order of its own, made of the seed; else every epoch in the order of the data version."""
     failures: FailuresConfig = FailuresConfig()

@@ -8,6 +8,7 @@ deals in turn is checked and not believed: shares carry their positions, and `ba
 Owns what Ray Train and Ray Data are told of the feed. Which row stands where is `order`'s.
 """
 
+import errno
 import math
 import queue
 import threading
@@ -28,17 +29,19 @@ from ray.data.block import BlockMetadata
 from ray.train import DataConfig
 
 from actors.data.version import DataVersion
+from actors.training import columns
 from actors.training.config import ParallelConfig
 from actors.training.layout import Layout
 from actors.training.order import Order, Rows
 from actors.training.steps import COLUMNS, POSITION, ROW, SAMPLES, StepPlan
-from cluster.errors import StateError
+from cluster.errors import DependencyError, FlywheelError, StateError
 from cluster.storage import Home
 
 NAME = "train"
 """What workers call the feed."""
 
 _SHARES = "flywheel.feed.shares"
+_READ = [*COLUMNS, ROW, SAMPLES]
 _READERS = 2
 _MAX_TASKS = 1000
 _WINDOWS_PER_TASK = 4
@@ -196,9 +199,9 @@ def _read(stream: Stream, begin: int, end: int, shares: int) -> Iterator[pa.Tabl
         pieces = [groups.rows(piece.rows) for piece in stream.order.pieces(first, first + size)]
         rows = pa.concat_tables(pieces).combine_chunks()
         positions = pa.array(np.arange(first, first + size))
-        columns = {name: rows.column(name).chunk(0) for name in rows.schema.names} | {POSITION: positions}
+        parts = {name: rows.column(name).chunk(0) for name in rows.schema.names} | {POSITION: positions}
         whole = pa.array([0, size], pa.int32())
-        yield pa.table({name: pa.ListArray.from_arrays(whole, column) for name, column in columns.items()})
+        yield pa.table({name: pa.ListArray.from_arrays(whole, part) for name, part in parts.items()})
 
 
 class _Groups:
@@ -207,13 +210,17 @@ class _Groups:
 
     def __init__(self, stream: Stream) -> None:
         self._files = stream.files
+        self._sizes = stream.file_rows
         self._ends = np.cumsum(stream.file_rows)
         self._keep = 2 * stream.order.window_chunks  # a chunk may lie across two groups
         self._groups: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
         self._group_ends = cache(self._read_group_ends)
 
     def rows(self, numbers: Rows) -> pa.Table:
-        """The rows with these numbers, in this order; `StateError` if a file does not hold what its manifest says."""
+        """The rows with these numbers, in this order.
+
+        `StateError` if a file does not hold what its manifest says, `DependencyError` if its storage fails.
+        """
         tables, places = [], []
         of_file = np.searchsorted(self._ends, numbers, side="right")
         for file in np.unique(of_file).tolist():
@@ -226,24 +233,22 @@ class _Groups:
                 within = local[in_group] - (ends[group - 1] if group else 0)
                 tables.append(self._group(file, group).take(within))
                 places.append(in_file[in_group])
-        table = pa.concat_tables(tables).take(np.argsort(np.concatenate(places)))
+        try:
+            table = pa.concat_tables(tables).take(np.argsort(np.concatenate(places)))
+        except pa.ArrowException as error:
+            raise self._damaged(f"its files differ: {error}") from None
         if not np.array_equal(table.column(ROW).to_numpy(), numbers):
             raise self._damaged("its rows are not numbered as they were")
         return table
 
     def _group(self, file: int, group: int) -> pa.Table:
-        columns = [*COLUMNS, ROW, SAMPLES]
         if (file, group) not in self._groups:
             try:
                 with pq.ParquetFile(self._files[file]) as opened:
                     # One thread: the cores are the trainers'.
-                    table = opened.read_row_group(group, columns=columns, use_threads=False)
-            except (pa.ArrowException, OSError, IndexError) as error:
-                raise self._damaged(f"{self._files[file]} cannot be read: {error}") from None
-            if table.num_columns != len(columns):
-                missing = set(columns) - set(table.column_names)
-                raise self._damaged(f"{self._files[file]} has no {', '.join(sorted(missing))}")
-            self._groups[file, group] = table
+                    self._groups[file, group] = opened.read_row_group(group, columns=_READ, use_threads=False)
+            except (pa.ArrowException, OSError) as error:
+                raise self._unreadable(file, error) from None
             while len(self._groups) > self._keep or (len(self._groups) > 1 and self._kept_bytes() > _KEPT_BYTES):
                 self._groups.popitem(last=False)
         self._groups.move_to_end((file, group))
@@ -256,8 +261,20 @@ class _Groups:
         try:
             facts = pq.read_metadata(self._files[file])
         except (pa.ArrowException, OSError) as error:
-            raise self._damaged(f"{self._files[file]} cannot be read: {error}") from None
+            raise self._unreadable(file, error) from None
+        fault = columns.fault(facts.schema.to_arrow_schema())
+        if fault is not None:
+            raise self._damaged(f"{self._files[file]} {fault}")
+        if facts.num_rows != self._sizes[file]:
+            raise self._damaged(f"{self._files[file]} has {facts.num_rows} rows, not {self._sizes[file]}")
         return np.cumsum([facts.row_group(group).num_rows for group in range(facts.num_row_groups)])
+
+    def _unreadable(self, file: int, error: pa.ArrowException | OSError) -> FlywheelError:
+        path = self._files[file]
+        # Whatever has no number is Arrow's own: bytes that are no Parquet.
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            return DependencyError(f"{path} cannot be read: {error}.", hint=f"See to the storage of {path.parent}.")
+        return self._damaged(f"{path} cannot be read: {error}")
 
     def _damaged(self, how: str) -> StateError:
         folder = self._files[0].parent

@@ -69,22 +69,20 @@ class Ledger:
                 f"The rows of this run stood in another order before: {other.order}, not {self.order}.",
                 hint="Go on with the seed, the data version and the batch it was begun with, or start a new run.",
             )
-        epochs = {
-            epoch: self.epochs.get(epoch, EpochAccount()).merge(other.epochs.get(epoch, EpochAccount()))
-            for epoch in sorted({*self.epochs, *other.epochs})
-        }
-        return Ledger(self.order, epochs)
+        # Only what is new is worked on: a long run has thousands of epochs, and most are over.
+        changed = {epoch: self.epochs.get(epoch, EpochAccount()).merge(one) for epoch, one in other.epochs.items()}
+        return Ledger(self.order, {**self.epochs, **changed})
 
     def merge_all(self, segments: Iterable["Ledger"]) -> "Ledger":
         """This account and those of all ranks since."""
-        return reduce(Ledger.merge, segments, self)
+        return self.merge(reduce(Ledger.merge, segments, Ledger(self.order)))
 
     def to_json(self) -> str:
         return json.dumps(
             {
                 "format": _FORMAT,
                 "order": asdict(self.order),
-                "epochs": [{"epoch": epoch, **asdict(account)} for epoch, account in sorted(self.epochs.items())],
+                "epochs": [{"epoch": epoch, **vars(account)} for epoch, account in sorted(self.epochs.items())],
             }
         )
 

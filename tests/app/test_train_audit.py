@@ -1,10 +1,13 @@
 """`flywheel train --audit`: what it says of runs that took every row once, of those that did not, and of none."""
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -119,6 +122,32 @@ def test_an_account_that_somebody_changed_is_not_believed(home: Home) -> None:
     path.write_text(path.read_text().replace("[0, 12, 1]", "[0, 20, 1]"))
     with pytest.raises(StateError, match=f"step-000005 of run {RUN} was changed"):
         audit(RUN, home)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda table: table.drop_columns(["sample_ids"]), "has no sample_ids"),
+        (
+            lambda table: table.set_column(table.column_names.index("sample_ids"), "sample_ids", [["s"] * ROWS]),
+            "has string as sample_ids",
+        ),
+        (lambda table: table.slice(0, 3), "21 rows"),
+        (None, "cannot be read"),
+    ],
+)
+def test_data_that_is_not_what_it_was_is_said(
+    home: Home, change: Callable[[pa.Table], pa.Table] | None, said: str
+) -> None:
+    commit(home, begin(home), 5, [(0, 20)])
+    [path] = home.data.glob("*/*/train-00000.parquet")
+    if change is None:
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        pq.write_table(change(pq.read_table(path)), path)
+    with pytest.raises(StateError, match=said) as caught:
+        audit(RUN, home)
+    assert str(path) in caught.value.message
 
 
 def test_a_run_that_is_not_there_or_has_no_checkpoint_is_said(home: Home, tmp_path: Path) -> None:

@@ -24,10 +24,22 @@ def test_lists_become_matrices_row_by_row(rows: pa.Table) -> None:
     assert MicroBatch.from_arrow(fixed.slice(3, 2)).position_ids.equal(batch.position_ids)
 
 
-def test_rows_of_unequal_length_are_refused() -> None:
-    ragged = pa.table({name: [[1, 2], [3]] for name in COLUMNS})
-    with pytest.raises(TrainingError, match="different lengths"):
-        MicroBatch.from_arrow(ragged)
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ([[1, 2], [3]], "different lengths"),
+        ([[1, 2, 3], [4]], "different lengths"),  # as many in all as two rows of two
+        ([[1, 2], None], "different lengths"),
+        ([[1, 2, 3], [4, 5, 6]], "different lengths"),  # than the other columns
+        ([[1, 2], [3, None]], "gaps"),
+        ([[1.5, 2.0], [3.0, 4.0]], "whole numbers"),
+    ],
+)
+def test_rows_that_make_no_matrix_are_refused(broken: list[object], said: str) -> None:
+    table = pa.table({name: [[1, 2], [3, 4]] for name in COLUMNS})
+    assert MicroBatch.from_arrow(table).labels.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(TrainingError, match=said):
+        MicroBatch.from_arrow(table.set_column(1, "labels", pa.array(broken)))
 
 
 def test_tokens_leave_padding_out(rows: pa.Table) -> None:

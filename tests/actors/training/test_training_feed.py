@@ -1,5 +1,6 @@
 """What the feed's Ray tasks read: the rows of each share from the files of a split, wherever a run goes on."""
 
+import errno
 import itertools
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from actors.training import feed
 from actors.training.order import Order
 from actors.training.steps import StepPlan
-from cluster.errors import StateError
+from cluster.errors import DependencyError, StateError
 from tests.actors.training.small import packed_rows
 
 ROWS, STEPS, BATCH = 61, 40, 4
@@ -86,17 +87,90 @@ def test_rows_that_are_not_numbered_as_they_were_are_not_trained_on(table: pa.Ta
         read(stream(changed, tmp_path), 0, 15, 1)
 
 
-def test_a_file_that_is_gone_or_no_parquet_is_named(table: pa.Table, tmp_path: Path) -> None:
+def rewritten(source: feed.Stream, number: int, table: pa.Table) -> feed.Stream:
+    """`source` after somebody has put another table into one of its files."""
+    pq.write_table(table, source.files[number], row_group_size=5)
+    return source
+
+
+def test_a_file_that_is_gone_cut_off_or_no_parquet_is_named(table: pa.Table, tmp_path: Path) -> None:
     source = stream(table, tmp_path)
-    source.files[1].write_bytes(b"nothing")
-    with pytest.raises(StateError, match=r"train-1\.parquet cannot be read"):
-        read(source, 0, 15, 1)
+    written = source.files[1].read_bytes()
+    for damaged in (b"nothing", b"", written[: len(written) // 2], b"PAR1" * 20 + written[-40:]):
+        source.files[1].write_bytes(damaged)
+        with pytest.raises(StateError, match=r"train-1\.parquet cannot be read") as caught:
+            read(source, 0, 15, 1)
+        assert f"Delete {tmp_path} and prepare it again" in str(caught.value.hint)
     source.files[1].unlink()
     with pytest.raises(StateError, match=r"train-1\.parquet cannot be read"):
         read(source, 0, 15, 1)
 
 
+def test_pages_that_are_damaged_are_not_trained_on(table: pa.Table, tmp_path: Path) -> None:
+    """The footer is whole, so the file opens; what is in it cannot be unpacked."""
+    source = stream(table, tmp_path)
+    written = bytearray(source.files[1].read_bytes())
+    written[4:400] = b"\xff" * 396
+    source.files[1].write_bytes(written)
+    with pytest.raises(StateError, match=r"train-1\.parquet cannot be read"):
+        read(source, 0, 15, 1)
+
+
+def test_a_storage_that_fails_is_no_damage_and_may_be_tried_again(
+    table: pa.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told to delete data because a network file system was away."""
+    source = stream(table, tmp_path)
+
+    def away(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    for name in ("read_metadata", "ParquetFile"):
+        with monkeypatch.context() as patched:
+            patched.setattr(pq, name, away)
+            with pytest.raises(DependencyError, match=r"train-\d\.parquet cannot be read: .*Stale") as caught:
+                read(source, 0, 15, 1)
+        assert caught.value.retryable
+        assert str(tmp_path) in str(caught.value.hint)
+        assert "Delete" not in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("row", pa.array(["0"] * 27), "has string as row"),
+        ("sample_ids", pa.array(["s"] * 27), "has string as sample_ids"),
+        ("sample_ids", pa.array([[1]] * 27), "has list<.*int64> as sample_ids"),
+        ("labels", pa.array([[0.5]] * 27), "has list<.*double> as labels"),
+        ("labels", None, "has no labels"),
+    ],
+)
+def test_a_file_of_other_columns_is_named_with_the_column(
+    table: pa.Table, tmp_path: Path, name: str, values: pa.Array | None, said: str
+) -> None:
+    part = table.slice(13, 27).drop_columns([name])
+    foreign = part if values is None else part.append_column(name, values)
+    with pytest.raises(StateError, match=rf"train-1\.parquet {said}"):
+        read(rewritten(stream(table, tmp_path), 1, foreign), 0, 15, 1)
+
+
+def test_files_with_lists_of_two_kinds_are_refused(table: pa.Table, tmp_path: Path) -> None:
+    wide = table.slice(13, 27)
+    at = wide.column_names.index("labels")
+    wide = wide.set_column(at, "labels", wide.column("labels").cast(pa.list_(pa.int64())))
+    with pytest.raises(StateError, match="its files differ"):
+        read(rewritten(stream(table, tmp_path), 1, wide), 0, 15, 1)
+
+
+@pytest.mark.parametrize("rows", [26, 28])
+def test_a_file_with_more_or_fewer_rows_than_were_published_is_refused(
+    table: pa.Table, tmp_path: Path, rows: int
+) -> None:
+    with pytest.raises(StateError, match=rf"train-1\.parquet has {rows} rows, not 27"):
+        read(rewritten(stream(table, tmp_path), 1, table.slice(13, rows)), 0, 15, 1)
+
+
 def test_a_version_without_row_numbers_is_prepared_again(table: pa.Table, tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="cannot be trained on") as caught:
+    with pytest.raises(StateError, match=r"cannot be trained on.*has no row") as caught:
         read(stream(table.drop_columns(["row"]), tmp_path), 0, 15, 1)
     assert "prepare it again" in str(caught.value.hint)

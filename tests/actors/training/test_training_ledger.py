@@ -97,6 +97,23 @@ def test_an_account_is_small_however_long_the_run() -> None:
     assert len(gathered.to_json()) < 400
 
 
+def test_a_merge_works_on_what_is_new_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit of a run of a million steps over a small split costs what one of its first steps costs."""
+    order = Order(rows=8, epoch_rows=8, seed=0)
+    old = Ledger(order, {epoch: EpochAccount((Span(8 * epoch, 8 * epoch + 8, 1),)) for epoch in range(10_000)})
+    merged: list[EpochAccount] = []
+    original = EpochAccount.merge
+    monkeypatch.setattr(EpochAccount, "merge", lambda self, other: merged.append(other) or original(self, other))
+    segments = []
+    for rank in range(4):
+        notes = Notes(order)
+        note(notes, 80_000 + 2 * rank, 80_002 + 2 * rank, order)
+        segments.append(notes.take())
+    merged.clear()
+    assert old.merge_all(segments).epochs[10_000].spans == (Span(80_000, 80_008, 1),)
+    assert len(merged) == 5
+
+
 def test_what_is_noted_is_taken_once() -> None:
     notes = Notes(ORDER)
     note(notes, 0, 4)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from actors.training.config import TrainConfig
@@ -123,6 +124,25 @@ def test_rows_without_a_loss_end_the_run(tiny_base: Path, rows: pa.Table, tmp_pa
     silent_rows = rows.set_column(1, "labels", pa.array([[-100] * 24] * rows.num_rows, pa.list_(pa.int32())))
     with pytest.raises(TrainingError, match="no token to learn from"):
         learn(settings(), tiny_base, silent_rows, tmp_path)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**64 - 1])
+def test_every_seed_that_is_allowed_trains(tiny_base: Path, rows: pa.Table, tmp_path: Path, seed: int) -> None:
+    table = rows.slice(0, 9)
+    told = Remembered()
+    train(
+        job(settings(seed=seed, steps=2), tiny_base, tmp_path, table.num_rows),
+        HERE,
+        memory_feed(table, seed=seed),
+        told,
+    )
+    assert len(told.losses) == 2
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_a_seed_that_torch_cannot_take_is_refused_in_the_settings(seed: int) -> None:
+    with pytest.raises(ValidationError, match=r"seed\n.*(greater|less) than"):
+        settings(seed=seed)
 
 
 def test_too_few_rows_are_the_users_to_mend(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
