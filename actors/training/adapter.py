@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -58,7 +59,7 @@ def attach(model: Any, config: AdapterConfig, *, base_name: str, seed: int) -> A
     """`model` as a PEFT model with a fresh adapter in fp32; equal seeds give equal adapters.
 
     The adapter's weights stay in fp32 also beside a bf16 base: at the small learning rates of a schedule's end
-    bf16 would round the updates away. Autocast runs its matrix products in bf16 (`same_dtype_inputs`).
+    bf16 would round the updates away. Autocast runs its matrix products in bf16.
     """
     torch.manual_seed(seed)
     lora = LoraConfig(
@@ -80,6 +81,11 @@ def attach(model: Any, config: AdapterConfig, *, base_name: str, seed: int) -> A
     settled.base_model_name_or_path = base_name
     # PEFT holds the full names of all-linear's layers in a set: long, and in another order in every process.
     settled.target_modules = sorted({name.rpartition(".")[2] for name in settled.target_modules})
+    # PEFT would turn the input of every adapted layer into the adapter's dtype (fp32), and autocast turn it back: two
+    # copies that change nothing. Said once: PEFT's context manager for it walks over all modules, twice in each step.
+    for module in adapted.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.cast_input_dtype_enabled = False
     return adapted
 
 

@@ -108,7 +108,7 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, link: Link | Non
         rate = optimizer.learning_rate(config.optimizer, step, plan.steps)
         # The random numbers of a step depend on nothing before it, so a restart repeats its dropout exactly.
         # (Python's hash of integers is the same in every process.) Ranks that share tokens share them too.
-        torch.manual_seed(hash((config.seed, step, *share)))
+        _seed(place.device, hash((config.seed, step, *share)))
 
         link.at("data", step)
         micro = [next(batches) for _ in range(plan.accumulation)]
@@ -180,6 +180,13 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, link: Link | Non
         adapter=export.artifact(storage, position, job.run_folder, job.base.path, write=place.rank == 0),
         tokens_per_s=tokens_per_s,
     )
+
+
+def _seed(device: torch.device, value: int) -> None:
+    """As `torch.manual_seed`, which besides formats a stack trace for each kind of device that is not in use."""
+    torch.default_generator.manual_seed(value)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(value)
 
 
 def _facts(job: Job, model: Any) -> ModelFacts:

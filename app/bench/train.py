@@ -292,9 +292,8 @@ def play_bare(ticket: Ticket, model: StoredModel, rows: pa.Table, size: Size) ->
     plan = _plan(rows, size)
     batches = [MicroBatch.from_arrow(share) for share in _shares(rows, plan)]
     for batch in batches:
-        with adapter.same_dtype_inputs(trained):
-            loss = objective(batch.input_ids, batch.labels, batch.position_ids) / count_loss_tokens(batch)
-            loss.backward()
+        loss = objective(batch.input_ids, batch.labels, batch.position_ids) / count_loss_tokens(batch)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(learning, config.optimizer.max_grad_norm)
         adamw.step()
         adamw.zero_grad()

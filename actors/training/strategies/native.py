@@ -35,6 +35,7 @@ class NativeEngine:
         self._device = place.device
         self._max_norm = config.optimizer.max_grad_norm
         self._all_learn = config.adapter.kind == "none"
+        self._exchanges = True
         self._means_over = layout.data * layout.context
         self._tells_loss = layout.place_of(place.rank)["tensor"] == 0  # its peers have the same one
 
@@ -43,12 +44,11 @@ class NativeEngine:
         # DDP and FSDP average over the ranks that see different tokens; times their number makes it the sum.
         scale = self._means_over / loss_tokens
         summed = torch.zeros((), device=self._device)
-        with adapter.same_dtype_inputs(self.model):
-            for index, batch in enumerate(micro):
-                with self._exchanging(last=index == len(micro) - 1):
-                    loss = self._module(batch.input_ids, batch.labels, batch.position_ids)
-                    (loss * scale).backward()
-                summed += loss.detach()
+        for index, batch in enumerate(micro):
+            with self._exchanging(last=index == len(micro) - 1):
+                loss = self._module(batch.input_ids, batch.labels, batch.position_ids)
+                (loss * scale).backward()
+            summed += loss.detach()
         norm = clipping.clip(self._learning.values(), self._max_norm)
         self._adamw.step()
         self._adamw.zero_grad()
@@ -68,7 +68,8 @@ class NativeEngine:
     @contextmanager
     def _exchanging(self, *, last: bool) -> Iterator[None]:
         """Gradients travel with the last micro-batch only, unless keeping them whole until then would cost memory."""
-        if isinstance(self._module, FSDPModule):
+        if isinstance(self._module, FSDPModule) and last != self._exchanges:
+            self._exchanges = last  # each call walks over all modules
             if self._all_learn:
                 self._module.set_requires_all_reduce(last)  # shards are summed each time, replicas once
             else:

@@ -73,15 +73,14 @@ class PipelineEngine:
         schedule = self._schedule_for(len(micro), batch.input_ids.shape)
         first, last = 0 in self._mine, self._count - 1 in self._mine
         losses: list[torch.Tensor] = []
-        with adapter.same_dtype_inputs(self.model):
-            schedule.step(
-                *([batch.input_ids] if first else []),
-                position_ids=batch.position_ids,
-                labels=batch.labels,
-                target=batch.labels if last else None,  # unused, but asked for
-                losses=losses if last else None,
-                return_outputs=False,
-            )
+        schedule.step(
+            *([batch.input_ids] if first else []),
+            position_ids=batch.position_ids,
+            labels=batch.labels,
+            target=batch.labels if last else None,  # unused, but asked for
+            losses=losses if last else None,
+            return_outputs=False,
+        )
         summed = float(torch.stack(losses).detach().double().sum()) / self._scale if last and self._tells_loss else 0.0
         norm = float(self._clip())
         self._adamw.step()

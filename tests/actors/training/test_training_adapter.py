@@ -36,6 +36,18 @@ def test_equal_seeds_give_equal_adapters(tiny_base: Path) -> None:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+def test_what_enters_the_adapter_is_not_turned_into_fp32_and_back(tiny_base: Path, rows: pa.Table) -> None:
+    model = attached(tiny_base, "bf16")
+    entered: list[torch.dtype] = []
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_pre_hook(lambda _, given: entered.append(given[0].dtype))
+    batch = MicroBatch.from_arrow(rows.slice(0, 2))
+    SftObjective(model, "bf16")(batch.input_ids, batch.labels, batch.position_ids)
+    assert len(entered) == 14
+    assert set(entered) == {torch.bfloat16}
+
+
 def test_a_saved_adapter_gives_the_same_loss_when_peft_loads_it(
     tiny_base: Path, rows: pa.Table, tmp_path: Path
 ) -> None:

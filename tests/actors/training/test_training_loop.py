@@ -3,18 +3,25 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from actors.training import loop
 from actors.training.config import TrainConfig
+from actors.training.engine import Place
 from actors.training.job import Outcome
 from actors.training.loop import train
+from actors.training.strategies.native import NativeEngine
+from app.bench.gang import Gang
 from cluster.errors import ConfigError, TrainingError
 from cluster.signing import SignatureError
 from cluster.storage import Home
+from tests.actors.training.equivalence import follow
 from tests.actors.training.small import HERE, Remembered, job, memory_feed, settings
 
 
@@ -143,6 +150,43 @@ def test_every_seed_that_is_allowed_trains(tiny_base: Path, rows: pa.Table, tmp_
 def test_a_seed_that_torch_cannot_take_is_refused_in_the_settings(seed: int) -> None:
     with pytest.raises(ValidationError, match=r"seed\n.*(greater|less) than"):
         settings(seed=seed)
+
+
+def walks(place: Place, config: TrainConfig, base: Path, rows: pa.Table) -> list[int]:
+    """How often each step walks over all modules of a model. Work for `Gang.run`."""
+    counts: list[int] = []
+    walk, step = torch.nn.Module.named_modules, NativeEngine.step
+
+    def counted_walk(self: torch.nn.Module, memo: object = None, *args: Any, **more: Any) -> Any:
+        if memo is None and counts:
+            counts[-1] += 1
+        return walk(self, memo, *args, **more)  # type: ignore[arg-type]
+
+    def counted_step(self: NativeEngine, *args: Any, **more: Any) -> Any:
+        counts.append(0)
+        return step(self, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.nn.Module, "named_modules", counted_walk)
+        patched.setattr(NativeEngine, "step", counted_step)
+        follow(place, config, base, rows)
+    return counts[1:-1]  # what the first one prepares, and the end of the run, are other things
+
+
+def test_a_step_does_not_walk_over_the_modules(gang: Gang, tiny_base: Path, rows: pa.Table) -> None:
+    """A model of 30 layers with an adapter has thousands: milliseconds in which a GPU has nothing to do."""
+    assert set(walks(HERE, settings(), tiny_base, rows)) == {0}
+    fsdp = settings(parallel={"strategy": "fsdp", "workers": {"min": 2, "max": 2}}, optimizer={"global_batch_size": 8})
+    for counts in gang.run(2, walks, fsdp, tiny_base, rows):  # once when gradients begin to travel, once when they end
+        assert set(counts) == {2}
+
+
+@pytest.mark.parametrize("value", [hash((0, 1, 0, 0)), hash((-5, 7, 1, 0)), 2**64 - 1, -(2**63)])
+def test_a_step_draws_what_torch_draws_of_its_seed(value: int) -> None:
+    torch.manual_seed(value)
+    drawn = torch.rand(4)
+    loop._seed(HERE.device, value)
+    assert torch.rand(4).equal(drawn)
 
 
 def test_too_few_rows_are_the_users_to_mend(tiny_base: Path, rows: pa.Table, tmp_path: Path) -> None:
