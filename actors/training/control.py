@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 Phase = Literal["start", "data", "compute", "collective", "checkpoint", "wait"]
 """What a worker is doing. `wait`: it has made its checkpoint for a resize, and stands still."""
 
-_CGROUP_EVENTS: Final = Path("/sys/fs/cgroup/memory.events")
+_OWN_CGROUPS: Final = Path("/proc/self/cgroup")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class Wish(IntEnum):
@@ -121,13 +122,13 @@ class Seen:
 class Control:
     """The core. `clock` is in seconds and only ever goes on."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, committed: int = 0) -> None:
+        """`committed`: the step of the checkpoint that the run goes on from; 0 if it begins."""
         self._clock = clock
         self._order = Order(Wish.NONE, 0)
         self._groups: list[Group] = []
         self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}
-        self._committed = 0
-        self._step = 0
+        self._committed = self._step = committed
         self._kills: dict[str, tuple[int, int]] = {}
         self._incidents: list[Incident] = []
         self._controller: Any = None
@@ -152,6 +153,11 @@ class Control:
             first, _ = self._kills.get(heartbeat.node, (heartbeat.oom_kills, 0))
             self._kills[heartbeat.node] = (first, heartbeat.oom_kills)
         return self._order
+
+    def counted(self, node: str, oom_kills: int) -> None:
+        """Take how many processes the memory limit of `node` has ended by now, of a node that has told it before."""
+        if node in self._kills:
+            self._kills[node] = (self._kills[node][0], oom_kills)
 
     def ask(self, wish: Wish) -> int:
         """Ask all workers; the number of the order. What is asked already, or outweighs it, stands."""
@@ -207,8 +213,8 @@ def name_of(run_id: str) -> str:
 
 
 @contextmanager
-def running(run_id: str) -> Iterator[Any]:
-    """The actor of `run_id`, on this node, for as long as the block runs.
+def running(run_id: str, *, committed: int = 0) -> Iterator[Any]:
+    """The actor of `run_id`, which goes on after step `committed`, on this node, for as long as the block runs.
 
     Raises `StateError` if there is one already: somebody on this cluster trains this run now.
     """
@@ -219,7 +225,7 @@ def running(run_id: str) -> Iterator[Any]:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     placed = ray.remote(RunControl).options(name=name_of(run_id), num_cpus=0, scheduling_strategy=here)
     try:
-        actor = placed.remote()
+        actor = placed.remote(committed=committed)
     except ActorAlreadyExistsError:
         raise StateError(f"Run {run_id!r} is being trained here already.", hint="Wait for it, or stop it.") from None
     try:
@@ -385,10 +391,25 @@ def _rss_bytes() -> int:
         return 0
 
 
-def oom_kills() -> int | None:
-    """How many processes of this container the kernel has killed for memory; None if that is not told here."""
+def oom_kills(own: Path = _OWN_CGROUPS, root: Path = _CGROUPS) -> int | None:
+    """How many processes of this one's memory cgroup the kernel has killed for memory; None if that is not told here.
+
+    Whatever limit was reached: the kernel counts a kill where the victim was. `own` and `root` are where Linux tells
+    of cgroups; in a container without a namespace for them, `own` names a folder of the host's, and `root` is its own.
+    """
     try:
-        counts = dict(line.split() for line in _CGROUP_EVENTS.read_text().splitlines())
-        return int(counts["oom_kill"])
-    except (OSError, ValueError, KeyError):
+        lines = own.read_text().splitlines()
+    except OSError:
         return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        hierarchy, file = (root / "memory", "memory.oom_control") if controllers else (root, "memory.events")
+        for folder in (hierarchy / path.lstrip("/"), hierarchy):
+            try:
+                counts = dict(each.split() for each in (folder / file).read_text().splitlines())
+                return int(counts["oom_kill"])
+            except (OSError, ValueError, KeyError):
+                continue
+    return None

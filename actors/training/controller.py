@@ -4,11 +4,12 @@ Knows Ray Train and Ray Data. Does not know how a worker trains (`loop`), and do
 peft, so that the process that shows the progress stays light.
 """
 
+import fcntl
 import logging
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from actors.data.version import DataVersion
 from actors.training import control as controls
 from actors.training import feed
 from actors.training.checkpoint import manifest
-from actors.training.checkpoint.storage import RunStorage, storage_at
+from actors.training.checkpoint.storage import storage_at
 from actors.training.config import TrainConfig
 from actors.training.control import Incident
 from actors.training.fit import fit, require_room, resources_per_worker
@@ -30,7 +31,7 @@ from actors.training.layout import Layout
 from actors.training.order import Order
 from actors.training.ray_internals import RunWatch, TermHandler, Trainer
 from actors.training.steps import StepPlan
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, StateError
 from cluster.models import StoredModel, require_signed
 from cluster.progress import Sink, relayed, silent
 from cluster.signing import Verifier
@@ -104,8 +105,9 @@ def train(
     storage = storage_at(run_folder, run_id, config.checkpoint.storage)
     elastic = workers.min != workers.max
     with (
+        _sole_driver(run_folder),
         relayed(sink) if sink is not silent else nullcontext(silent) as relay,
-        controls.running(run_id) as control,
+        controls.running(run_id, committed=manifest.next_step(storage)) as control,
     ):
         job = Job(
             config=config,
@@ -151,7 +153,7 @@ def train(
                     ),
                 ],
             ),
-            datasets={feed.NAME: feed.Stream.of(data, home, plan, order, partial(_step_to_go_on_from, storage))},
+            datasets={feed.NAME: feed.Stream.of(data, home, plan, order, partial(manifest.next_step, storage))},
             dataset_config=feed.Dealing(config.parallel),
         )
         logger.info("run %s of %s: %d steps of %d rows", run_id, name, plan.steps, plan.global_batch_size)
@@ -185,10 +187,21 @@ def _plan(config: TrainConfig, data: DataVersion) -> StepPlan:
     )
 
 
-def _step_to_go_on_from(storage: RunStorage) -> int:
-    """Where workers that start now will go on, by the rule that they follow themselves."""
-    last = manifest.latest(storage)
-    return last.step if last is not None else 0
+@contextmanager
+def _sole_driver(run_folder: Path) -> Iterator[None]:
+    """`StateError` if another process trains the run now, also one on a Ray of its own: two would write over another.
+
+    The kernel lets go of the lock when its holder dies.
+    """
+    run_folder.mkdir(parents=True, exist_ok=True)
+    with (run_folder / ".driver").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StateError(
+                f"Run {run_folder.name!r} is being trained by another process.", hint="Wait for it, or stop it."
+            ) from None
+        yield
 
 
 def _work(settings: Mapping[str, Any]) -> Outcome | Stopped:

@@ -64,6 +64,13 @@ def fit(trainer: ray_internals.Trainer, control: Any, config: TrainConfig, run_f
         except TrainingFailedError as error:
             logger.debug("the fit failed", exc_info=error)
             raise verdict.explain(error, workers=config.parallel.workers.max, run_folder=run_folder) from None
+        except ray.exceptions.RayError as error:
+            logger.debug("the fit was lost", exc_info=error)
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TrainingError(
+                f"The run lost the process that looks after its workers (Ray Train's controller): {said.rstrip('.')}.",
+                hint="It is saved up to its last checkpoint. If nobody ended that process, memory may have run out.",
+            ) from None
     if isinstance(returned, Stopped):
         raise StoppedRun(f"stopped by SIGTERM after step {returned.position.step}, which is saved")
     if returned is None:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.controller.state import (
@@ -289,6 +289,12 @@ class RunWatch(ControllerCallback, WorkerGroupCallback):
         if all(is_collateral(error) for error in errors.values()):
             errors |= self._ask_again([rank for rank in range(len(workers)) if rank not in errors], gone)
         here = ray.get_runtime_context().get_node_id()
+        dead = {
+            rank
+            for rank, error in errors.items()
+            if isinstance(getattr(error, "health_check_failure", None), RayActorError)
+        }
+        seen = self._count_again(dead, gone)
         found = []
         for rank, error in errors.items():
             data = workers[rank].metadata
@@ -309,6 +315,35 @@ class RunWatch(ControllerCallback, WorkerGroupCallback):
                 )
             )
         return found, gone
+
+    def _count_again(self, dead: set[int], gone: set[str]) -> Seen:
+        """A look with fresh kills for memory: the last heartbeats are from before those that are to be explained.
+
+        A worker that is left on the node of one of the `dead` tells; where there is none, a task.
+        """
+        workers = self._group.get_workers()
+        here = ray.get_runtime_context().get_node_id()
+        asked = {}
+        for node_id in {workers[rank].metadata.node_id for rank in dead} - gone - {here}:
+            there = [rank for rank, worker in enumerate(workers) if worker.metadata.node_id == node_id]
+            left = [rank for rank in there if rank not in dead]
+            place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            ref = (
+                workers[left[0]].execute_async(controls.oom_kills)
+                if left
+                else _oom_kills.options(scheduling_strategy=place).remote()
+            )
+            asked[ref] = node_name(workers[there[0]].metadata.node_ip, node_id)
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ASK_S) if asked else ([], [])
+        for ref in done:
+            try:
+                count = ray.get(ref)
+            except RayError as error:
+                logger.info("node %s does not tell its kills for memory: %s", asked[ref], error)
+                continue
+            if count is not None:
+                self._tell("counted", asked[ref], count)
+        return self._see()
 
     def _ask_again(self, ranks: list[int], gone: set[str]) -> dict[int, BaseException]:
         """Whoever broke the connection is dead by now: ask each of those that were silent."""
@@ -451,6 +486,9 @@ class RunWatch(ControllerCallback, WorkerGroupCallback):
             ray.get(getattr(self._control, what).remote(*arguments), timeout=_ASK_S)
         except RayError as error:
             logger.warning("the run's control did not hear %s: %s", what, error)
+
+
+_oom_kills = ray.remote(num_cpus=0, max_retries=0)(controls.oom_kills)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -41,6 +41,12 @@ class Node:
 
     process: subprocess.Popen[bytes]
     log: Path
+    ip: str
+    """The address that it was given; the head has the machine's own, and here none."""
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """All that belongs to it and is alive, whose command line has `title` in it."""
+        return [each for each in _tree(self.process) if title in _title(each)]
 
 
 class Raylets:
@@ -56,18 +62,26 @@ class Raylets:
         """The environment for a driver, too; it needs RAY_ADDRESS besides."""
         self._nodes: list[Node] = []
         self._added = 0
-        self._start(
-            "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._folder}",
+        self.head = self._start(
+            "", {}, "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._folder}",
             f"--num-cpus={head_cpus}", f"--ray-client-server-port={_free_port()}",
         )  # fmt: skip
-        self._until_up(port)
+        self.until_up(self.head)
 
-    def add(self, cpus: int = 1) -> Node:
-        """Start one more node; returns at once, Ray sees it seconds later."""
+    def add(self, cpus: int = 1, env: Mapping[str, str] | None = None) -> Node:
+        """Start one more node, with `env` besides; returns at once, Ray sees it seconds later."""
         # An address of its own: a driver attaches to whichever node has its own address, and that must be the head.
         self._added += 1
         own = f"127.0.0.{1 + self._added}"
-        return self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--node-ip-address={own}")
+        return self._start(
+            own, env or {}, f"--address={self.address}", f"--num-cpus={cpus}", f"--node-ip-address={own}"
+        )
+
+    def drain(self, node: Node, *, within_s: float) -> None:
+        """Tell Ray that the node is taken away in `within_s`, as an autoscaler or a spot market does; ends nothing."""
+        subprocess.run(
+            [sys.executable, "-m", __name__, self.address, node.ip, str(within_s)], env=self.env, check=True, timeout=60
+        )
 
     def lose(self, node: Node) -> None:
         """The node is gone from one moment to the next, with all its processes."""
@@ -89,7 +103,7 @@ class Raylets:
     ) -> None:
         self.close()
 
-    def _start(self, *arguments: str) -> Node:
+    def _start(self, ip: str, env: Mapping[str, str], *arguments: str) -> Node:
         log = self._folder / f"node-{len(self._nodes)}-{time.monotonic_ns()}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -97,25 +111,23 @@ class Raylets:
                     "/bin/sh", "-c", _AGAIN, "node", str(Path(sys.executable).parent / "ray"), "start", "--block",
                     "--disable-usage-stats", f"--object-store-memory={_STORE_BYTES}", *arguments,
                 ],
-                env=self.env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env={**self.env, **env}, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        node = Node(process, log)
+        node = Node(process, log, ip)
         self._nodes.append(node)
         return node
 
-    def _until_up(self, port: int) -> None:
+    def until_up(self, node: Node) -> None:
+        """Wait until the node says that it has started."""
         deadline = time.monotonic() + _START_S
-        head = self._nodes[0]
-        while time.monotonic() < deadline and head.process.poll() is None:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                if b"Ray runtime started" in head.log.read_bytes():
-                    return
+        while time.monotonic() < deadline and node.process.poll() is None:
+            if b"Ray runtime started" in node.log.read_bytes():
+                return
             time.sleep(0.1)
-        text = head.log.read_text(errors="replace")
+        text = node.log.read_text(errors="replace")
         self.close()
-        raise RuntimeError(f"the head did not start:\n{text[-2000:]}")
+        raise RuntimeError(f"the node did not start:\n{text[-2000:]}")
 
 
 def _tree(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
@@ -123,6 +135,13 @@ def _tree(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
         top = psutil.Process(process.pid)
         yield top
         yield from top.children(recursive=True)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def _end(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
@@ -138,3 +157,22 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _drain(address: str, ip: str, within_s: float) -> None:
+    """What `ray drain-node` does, for the node at `ip`. (The command is hidden, and its node ids need a dashboard.)"""
+    import ray
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    client = ray._raylet.GcsClient(address=address)
+    nodes = client.get_all_node_info().items()
+    (node_id,) = (node_id for node_id, node in nodes if node.node_manager_address == ip and not node.state)
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int((time.time() + within_s) * 1000)
+    accepted, why = client.drain_node(node_id.hex(), reason, "taken back by its owner", deadline_ms)
+    if not accepted:
+        raise RuntimeError(f"the node at {ip} is not drained: {why}")
+
+
+if __name__ == "__main__":
+    _drain(sys.argv[1], sys.argv[2], float(sys.argv[3]))

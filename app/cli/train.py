@@ -40,6 +40,8 @@ def run(
 ) -> None:
     """Data, training, evaluation, registration: what the recipe says, on Ray."""
     if audit is not None:
+        if recipe is not None or resume is not None or new or assignments or not evaluate:
+            raise ConfigError("--audit takes a run and nothing else; it trains nothing.", hint="Leave the rest out.")
         _audit(audit, as_json=as_json)
         return
     if recipe is None:

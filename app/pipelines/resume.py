@@ -11,7 +11,7 @@ from typing import Any, Final
 from actors.registry.facts import RunFact
 from actors.registry.views import RunView
 from actors.training.config import TrainConfig
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, StateError
 
 MAY_CHANGE: Final = (
     "parallel",
@@ -74,6 +74,19 @@ def taken_up(view: RunView, settings: Mapping[str, Any], *, name: str, base_dige
             hint=f"Set it as it was, or begin a new run with --new. These may change: {', '.join(MAY_CHANGE)}.",
         )
     return run.model_copy(update={"driver": None, "changes": run.changes | changed})
+
+
+def require_checkpoints(view: RunView, found: int | None, where: str) -> None:
+    """`StateError` if the run has made checkpoints and none of them is left: it would begin anew in silence.
+
+    `found` is the step of the last good one in `where`.
+    """
+    steps = [checkpoint.step for checkpoint in view.checkpoints]
+    if steps and found is None:
+        raise StateError(
+            f"Run {view.run.id} has saved itself up to step {max(steps)}, but {where} has no good checkpoint any more.",
+            hint="Bring them back, or begin a new run with --new.",
+        )
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

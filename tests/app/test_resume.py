@@ -10,8 +10,8 @@ from actors.registry.facts import CheckpointFact, RunFact, RunStatus
 from actors.registry.views import RunView
 from actors.training.config import TrainConfig
 from app import recipe as recipes
-from app.pipelines.resume import MAY_CHANGE, flat, require_choice, taken_up
-from cluster.errors import ConfigError
+from app.pipelines.resume import MAY_CHANGE, flat, require_checkpoints, require_choice, taken_up
+from cluster.errors import ConfigError, StateError
 
 
 def settings(*assignments: str) -> dict[str, Any]:
@@ -117,6 +117,16 @@ def test_a_run_of_another_recipe_and_a_completed_one_are_refused() -> None:
         take_up(name="mine")
     with pytest.raises(ConfigError, match="completed"):
         take_up(earlier=view("completed"))
+
+
+def test_a_run_of_which_no_checkpoint_is_left_does_not_begin_anew_in_silence() -> None:
+    with pytest.raises(
+        StateError, match=r"error-triage-1 has saved itself up to step 40, but /runs/x has no"
+    ) as caught:
+        require_checkpoints(view(), None, "/runs/x")
+    assert "--new" in str(caught.value.hint)
+    require_checkpoints(view(), 20, "/runs/x")
+    require_checkpoints(view().model_copy(update={"checkpoints": ()}), None, "/runs/x")
 
 
 def test_changes_add_up_over_several_resumes() -> None:

@@ -28,6 +28,9 @@ ADAPTER: Final = "adapter"
 METADATA: Final = ".metadata"
 FORMAT: Final = 2
 
+NO_FILE: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""What opening a file raises where there is none."""
+
 Condition = Literal["committed", "partial", "damaged"]
 
 _READING_THREADS: Final = 4
@@ -104,7 +107,16 @@ def position_text(position: Position, metrics: Mapping[str, float], saved_at: da
 def look(storage: RunStorage) -> tuple[Found, ...]:
     """Everything that lies in a run's storage, by step; sizes are checked, contents are not."""
     listing = storage.listing()
-    return tuple(_judge(storage, name, listing[name]) for name in sorted(listing, key=_by_step))
+    found = [_judge(storage, name, listing[name]) for name in sorted(listing, key=_by_step)]
+    if any(each.condition != "committed" for each in found):
+        # One that was being removed, or sealed, in this moment is not a damaged one.
+        now = storage.listing()
+        found = [
+            each if each.condition == "committed" else _judge(storage, each.name, now[each.name])
+            for each in found
+            if each.name in now
+        ]
+    return tuple(found)
 
 
 def committed(storage: RunStorage) -> tuple[Checkpoint, ...]:
@@ -125,17 +137,28 @@ def latest(storage: RunStorage, *, without: Collection[str] = ()) -> Checkpoint 
     return None
 
 
+def next_step(storage: RunStorage) -> int:
+    """The step, from 0, with which workers begin that start now."""
+    last = latest(storage)
+    return last.step if last is not None else 0
+
+
 def find(storage: RunStorage, step: int | None, *, run_id: str) -> Checkpoint:
-    """The checkpoint of `step`, or the latest; `ConfigError` if there is none that can be used."""
+    """The checkpoint of `step`, or the latest; `ConfigError` if there is none that can be used.
+
+    `TrainingError` if it is another run's.
+    """
     every = look(storage)
     good = [found.checkpoint for found in every if found.checkpoint is not None]
     steps = ", ".join(str(checkpoint.step) for checkpoint in good) or "none"
     if step is None:
         if good:
+            require(good[-1], run_id=run_id)
             return good[-1]
         raise ConfigError(f"Run {run_id} has no committed checkpoint in {storage.uri}.", hint="See: flywheel status.")
     for checkpoint in good:
         if checkpoint.step == step:
+            require(checkpoint, run_id=run_id)
             return checkpoint
     for found in every:
         if step_of(found.name) == step:
@@ -147,7 +170,10 @@ def find(storage: RunStorage, step: int | None, *, run_id: str) -> Checkpoint:
 
 
 def verify(storage: RunStorage, name: str) -> Found:
-    """The verdict on one checkpoint after reading every byte of it."""
+    """The verdict on one checkpoint after reading every byte of it.
+
+    One that is removed meanwhile turns out damaged, and `RunStorage.listing` does not name it any more.
+    """
     found = _judge(storage, name, storage.listing().get(name, {}))
     if found.checkpoint is None:
         return found
@@ -156,7 +182,7 @@ def verify(storage: RunStorage, name: str) -> Found:
     def fine(file: str) -> bool:
         try:
             return storage.digest(name, file) == facts[file].sha256
-        except FileNotFoundError:
+        except NO_FILE:
             return False
 
     wrong = tuple(file for file in facts if not fine(file))
@@ -188,11 +214,11 @@ def require(checkpoint: Checkpoint, *, run_id: str) -> None:
 
 def _judge(storage: RunStorage, name: str, files: Mapping[str, int]) -> Found:
     size = sum(files.values())
-    if DAMAGED in files and MARKER not in files:
-        return Found(name, "damaged", size, storage.read(name, DAMAGED).decode(errors="replace"))
-    if step_of(name) is None or MARKER not in files:
+    if step_of(name) is None or not files.keys() & {MARKER, DAMAGED}:
         return Found(name, "partial", size, f"it has no {MARKER}: its save did not end")
     try:
+        if MARKER not in files:
+            return Found(name, "damaged", size, storage.read(name, DAMAGED).decode(errors="replace"))
         manifest = storage.read(name, MANIFEST).decode()
         marker = storage.read(name, MARKER).decode()
         if marker != marker_text(manifest):
@@ -212,10 +238,12 @@ def _judge(storage: RunStorage, name: str, files: Mapping[str, int]) -> Found:
             saved_at=datetime.fromisoformat(noted["saved_at"]).astimezone(UTC),
             files=facts,
         )
-    except FileNotFoundError as error:
+    except NO_FILE as error:
         return Found(name, "damaged", size, f"a file is missing: {error}", wrong=(MANIFEST,))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Found(name, "damaged", size, f"{MANIFEST} or {POSITION} cannot be read: {type(error).__name__}: {error}")
+    if checkpoint.step != step_of(name):
+        return Found(name, "damaged", size, f"it is the checkpoint of step {checkpoint.step} under another name")
     return Found(name, "committed", size, checkpoint=checkpoint)
 
 

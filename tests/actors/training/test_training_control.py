@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,15 @@ def test_workers_of_an_earlier_group_are_not_heard(control: Control) -> None:
     assert (seen.heartbeats, seen.step, seen.committed) == ({}, 8, 8)
 
 
+def test_a_run_that_goes_on_has_its_checkpoint_from_the_first_moment(clock: Clock) -> None:
+    """Else a worker that dies before the next commit would cost all steps since the run's beginning."""
+    control = Control(clock, committed=40)
+    control.begin_group(Group(0.0, ((NODE, 10),)))
+    assert (control.see().step, control.see().committed) == (40, 40)
+    control.beat(replace(BEAT, step=43))
+    assert (control.see().step, control.see().committed) == (43, 40)
+
+
 def test_all_wait_when_every_rank_does(control: Control) -> None:
     control.beat(replace(BEAT, phase="wait"))
     assert not control.see().waiting
@@ -84,6 +94,49 @@ def test_kills_for_memory_are_counted_from_the_groups_begin(control: Control) ->
     control.begin_group(Group(1.0, ((NODE, 10),)))
     control.beat(replace(BEAT, oom_kills=6))
     assert control.see().memory_kills == {NODE: 0}
+
+
+def test_a_count_that_was_asked_for_is_newer_than_the_last_heartbeat(control: Control) -> None:
+    control.counted(NODE, 9)
+    assert control.see().memory_kills == {}, "of how many it had before, nothing is known"
+    control.beat(replace(BEAT, oom_kills=4))
+    control.counted(NODE, 5)
+    assert control.see().memory_kills == {NODE: 1}
+
+
+V1 = """12:pids:/kubepods/pod1
+4:memory:/kubepods/pod1
+0::/
+"""
+COUNTS = {
+    "memory/kubepods/pod1/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+    "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n",
+    "kubepods/pod1/memory.events": "low 0\noom 6\noom_kill 5\noom_group_kill 0\n",
+    "memory.events": "low 0\noom 2\noom_kill 2\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "there", "kills"),
+    [
+        (V1, list(COUNTS), 3),
+        (V1, ["memory/memory.oom_control"], 7),  # in a container that is not told its own place
+        ("0::/kubepods/pod1\n", list(COUNTS), 5),
+        ("0::/\n", ["memory.events"], 2),
+        ("0::/kubepods/pod1\n", ["memory.events"], 2),
+        (V1, [], None),
+        ("0::/\n", ["memory/memory.oom_control"], None),
+    ],
+)
+def test_kills_for_memory_are_read_from_either_kind_of_cgroup(
+    own: str, there: list[str], kills: int | None, tmp_path: Path
+) -> None:
+    for name in there:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(COUNTS[name])
+    (tmp_path / "own").write_text(own)
+    assert controls.oom_kills(tmp_path / "own", tmp_path) == kills
+    assert controls.oom_kills(tmp_path / "none", tmp_path) is None
 
 
 def test_how_long_ago_a_heartbeat_came(control: Control, clock: Clock) -> None:
