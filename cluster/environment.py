@@ -23,6 +23,9 @@ TRACKING_URI: Final = "FLYWHEEL_TRACKING_URI"
 RAY_ADDRESS: Final = "RAY_ADDRESS"
 """Address of a running Ray cluster. Unset: Flywheel starts Ray in-process and stops it at the end."""
 
+S3_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+"""Where S3 is, if it is not Amazon's; every AWS client reads them, in this order."""
+
 CODE_COMMIT: Final = "FLYWHEEL_CODE_COMMIT"
 """Commit of the running code, for lineage where the working copy has no `.git` (a submitted job)."""
 
@@ -71,6 +74,11 @@ def database_uri() -> str | None:
 def tracking_uri() -> str | None:
     """`FLYWHEEL_TRACKING_URI`, None if it is not set; `ConfigError` for a relative path."""
     return _uri(TRACKING_URI)
+
+
+def s3_endpoint() -> str | None:
+    """The address of an S3 server that is not Amazon's, None if it is."""
+    return next((os.environ[name] for name in S3_ENDPOINTS if os.environ.get(name)), None)
 
 
 def _uri(name: str) -> str | None:

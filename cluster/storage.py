@@ -150,17 +150,24 @@ def publish(target: Path) -> Iterator[Path]:
     If another process has published `target` meanwhile, its copy stays and ours is dropped: both were
     made from the same content by construction (targets are named by digest or by a unique id).
     """
+    with passing_folder(target) as scratch:
+        yield scratch
+        sync_tree(scratch)
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+        sync(target.parent)
+
+
+@contextmanager
+def passing_folder(target: Path) -> Iterator[Path]:
+    """A new `.partial-…` sibling of `target` that is there, and not `abandoned`, for as long as the block runs."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _scratch(target, _make_folder) as (scratch, _):
         try:
             yield scratch
-            sync_tree(scratch)
-            try:
-                scratch.rename(target)
-            except OSError:
-                if not target.is_dir():
-                    raise
-            sync(target.parent)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 

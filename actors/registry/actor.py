@@ -396,7 +396,9 @@ class Registry:
         self._close_unseen()
         loaded = {held.version_id for held in self._book.read()[0] if held.until is None}
         grace = timedelta(seconds=min_age_s)
-        plan = gc.plan(self._ledger.state, gc.look(self._home), self._home, now=utc_now(), grace=grace, loaded=loaded)
+        state = self._ledger.state
+        found = gc.look(self._home, state)
+        plan = gc.plan(self._ledger.state, found, self._home, now=utc_now(), grace=grace, loaded=loaded)
         if dry_run:
             return views.collection(plan.free, plan.kept, dry_run=True)
         if plan.version_ids:

@@ -5,8 +5,9 @@
 Kept are the files of every version that an alias, a rollback, a gate, a run that goes on, a replica or a pin reaches;
 of what those were made from; and the checkpoints of runs that go on or can be taken up again, and of versions that are
 kept. Free are versions that nothing reaches, folders that no version points to, what dead uploads left behind, cached
-copies of adapters that nothing reaches, and checkpoints of completed runs that nothing kept was made from. Nothing is
-freed before it has been untouched, and nothing has happened to its version, for a grace period.
+copies of adapters that nothing reaches, and checkpoints of completed runs that nothing kept was made from, with what
+was exported of them, wherever the run was told to save itself. Nothing is freed before it has been untouched, and
+nothing has happened to its version, for a grace period.
 
 A registration touches the folder that it publishes, or finds, under the same lock that `collect` holds while it takes
 one away; and it makes the files again if they are gone. So one that runs at this moment is spared by the grace period,
@@ -30,16 +31,20 @@ from typing import Final, Literal, TypeVar
 from actors.registry.facts import CheckpointFact, EvaluationFact, RunFact, Version
 from actors.registry.state import State, held, versions_of
 from actors.registry.upload import FOLDER_DIGITS, UPLOAD_PREFIX, unclaimed
+from actors.training.checkpoint import manifest
+from actors.training.checkpoint.storage import RunStorage, open_storage, storage_at
+from cluster.errors import FlywheelError
 from cluster.signing import SIGNATURE_SUFFIX, signature_path
 from cluster.storage import LOCK, PARTIAL_PREFIX, Home, abandoned, only_one
 
-What = Literal["version", "signature", "upload", "scratch", "trash", "cached adapter", "checkpoint"]
+What = Literal["version", "signature", "upload", "scratch", "trash", "cached adapter", "checkpoint", "export"]
 
 GRACE: Final = timedelta(days=1)
 TRASH_PREFIX: Final = f"{PARTIAL_PREFIX}trash-"
 _VERSION: Final = re.compile(rf"[0-9a-f]{{{FOLDER_DIGITS}}}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _STEP: Final = re.compile(r"step-[0-9]+")
+_EXPORT: Final = re.compile(r"export-(step-[0-9]+)")
 
 _logger = logging.getLogger(__name__)
 _AnyFact = TypeVar("_AnyFact")
@@ -47,12 +52,21 @@ _AnyFact = TypeVar("_AnyFact")
 
 @dataclass(frozen=True)
 class Found:
-    """Something on the disk. `touched_at` is the newest time in it, `size_bytes` counts its files and its signature."""
+    """Something on the disk. `touched_at` is the newest time in it, `size_bytes` counts its files and its signature.
+
+    `uri` is where it lies if that is no disk; `path` then has its last two parts only.
+    """
 
     what: What
     path: Path
     size_bytes: int
     touched_at: datetime
+    uri: str = ""
+
+    @property
+    def where(self) -> Path | str:
+        """Where it lies."""
+        return self.uri or self.path
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,7 @@ class Outcome:
     """What has been freed; and what was to be, but is left, with the reason."""
 
     freed: tuple[Item, ...]
-    left: Mapping[Path, str] = field(default_factory=dict)
+    left: Mapping[Path | str, str] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -127,9 +141,17 @@ def reachable(state: State, loaded: Collection[str] = ()) -> dict[str, str]:
     return why
 
 
-def look(home: Home) -> tuple[Found, ...]:
-    """Everything in the version store, the adapter cache and the runs that `plan` has an opinion on."""
-    return tuple(found for what, path in _candidates(home) if (found := _find(what, path)) is not None)
+def look(home: Home, state: State | None = None) -> tuple[Found, ...]:
+    """Everything in the version store, the adapter cache and the runs that `plan` has an opinion on.
+
+    With `state`, also what completed runs of this installation have saved elsewhere, in folders and in S3.
+    """
+    storages = _elsewhere(home, state) if state is not None else []
+    remote = [storage for storage in storages if "://" in storage.uri]
+    folders = [Path(storage.uri) for storage in storages if storage not in remote]
+    candidates = [*_candidates(home), *(each for folder in folders for each in _of_run(folder))]
+    here = [found for what, path in candidates if (found := _find(what, path)) is not None]
+    return (*here, *(found for storage in remote for found in _remote(storage)))
 
 
 def plan(
@@ -155,18 +177,19 @@ def collect(plan_: Plan, home: Home, state: Callable[[], State]) -> Outcome:
     `.partial-trash-…` for the next time.
     """
     freed: list[Item] = []
-    left: dict[Path, str] = {}
+    left: dict[Path | str, str] = {}
     for item in plan_.free:
+        where = item.found.where
         try:
-            reason = _remove(item, plan_, home, state)
-        except OSError as error:
-            reason = f"it cannot be deleted: {error.strerror or error}"
+            reason = (_remove_remote if item.found.uri else _remove)(item, plan_, home, state)
+        except (OSError, FlywheelError) as error:
+            reason = f"it cannot be deleted: {getattr(error, 'strerror', None) or error}"
         if reason:
-            left[item.found.path] = reason
-            _logger.warning("%s stays: %s", item.found.path, reason)
+            left[where] = reason
+            _logger.warning("%s stays: %s", where, reason)
         else:
             freed.append(item)
-            _logger.info("freed %s (%d bytes): %s", item.found.path, item.found.size_bytes, item.why)
+            _logger.info("freed %s (%d bytes): %s", where, item.found.size_bytes, item.why)
     return Outcome(tuple(freed), left)
 
 
@@ -189,8 +212,8 @@ class _Rules:
             self._owners.setdefault(_plain(location(version, home)), []).append(version)
             if version.id in why:
                 self._digests.add(version.digest)
-        facts = [fact for fact in _facts(state, CheckpointFact) if "://" not in fact.path]
-        self._checkpoints = {_plain(Path(fact.path)): fact for fact in facts}
+        # Not by the path in the fact: one that came with an import was written by somebody else.
+        self._checkpoints = {(fact.run_id, fact.step): fact for fact in _facts(state, CheckpointFact)}
         kept = [version for several in state.versions.values() for version in several if version.id in why]
         self._made_from = {version.checkpoint_id for version in kept} | {
             fact.checkpoint_id for fact in _facts(state, EvaluationFact) if fact.passed
@@ -217,13 +240,15 @@ class _Rules:
                 if found.path.name in self._digests:
                     return None
                 return Item(found, "a copy of what is no version any more")
-            case "checkpoint":
+            case "checkpoint" | "export":
                 return self._checkpoint(found)
             case "signature":
                 return Item(found, "the signature of a folder that is gone")
             case "upload":
                 return Item(found, "an upload that nobody went on with")
             case _:
+                if found.path.is_relative_to(self._home.runs) and found.path.parent.name not in self._state.ended:
+                    return None  # it may be writing
                 return Item(found, "left behind by a process that died")
 
     def _version(self, found: Found) -> Item | None:
@@ -239,7 +264,8 @@ class _Rules:
         return Item(found, f"{stages}, and nothing reaches it", ids)
 
     def _checkpoint(self, found: Found) -> Item | None:
-        fact = self._checkpoints.get(_plain(found.path))
+        step = manifest.step_of(found.path.name.removeprefix("export-"))
+        fact = self._checkpoints.get((found.path.parent.name, step)) if step is not None else None
         # What the registry has not heard of may be committed any moment.
         if fact is None or _may_go_on(self._state, fact.run_id) or fact.id in self._made_from:
             return None
@@ -267,11 +293,42 @@ def _candidates(home: Home) -> Iterator[tuple[What, Path]]:
         yield from _signed_folders(store, _VERSION, "version")
     yield from _signed_folders(home.adapter_cache, _DIGEST, "cached adapter")
     for run in (path for path in _entries(home.runs) if path.is_dir()):
-        for path in _entries(run):
-            if _STEP.fullmatch(path.name):
-                yield "checkpoint", path
-            elif path.name.startswith(TRASH_PREFIX):
-                yield "trash", path
+        yield from _of_run(run)
+
+
+def _of_run(folder: Path) -> Iterator[tuple[What, Path]]:
+    for path in _entries(folder):
+        passing = _kind_of(path)
+        if passing is not None:
+            yield passing, path
+        elif _STEP.fullmatch(path.name):
+            yield "checkpoint", path
+        elif _EXPORT.fullmatch(path.name):
+            yield "export", path
+
+
+def _elsewhere(home: Home, state: State) -> list[RunStorage]:
+    """Where completed runs have saved themselves, if not in the home; those of this installation alone."""
+    found: list[RunStorage] = []
+    for run in _facts(state, RunFact):
+        where = (run.recipe.get("checkpoint") or {}).get("storage")
+        # Who has trained here has a folder here. A run that came with an import names places of somebody else.
+        if where and not _may_go_on(state, run.id) and (home.runs / run.id).is_dir():
+            found.append(open_storage(home, run.id, where))
+    return found
+
+
+def _remote(storage: RunStorage) -> Iterator[Found]:
+    """The checkpoints in S3. Nothing if it does not answer: what is not seen is not freed."""
+    run_id = storage.uri.rpartition("/")[2]
+    try:
+        for checkpoint in manifest.committed(storage):
+            if checkpoint.position.run_id == run_id:
+                place = f"{storage.uri}/{checkpoint.name}"
+                path = Path(run_id, checkpoint.name)
+                yield Found("checkpoint", path, checkpoint.size_bytes, checkpoint.saved_at, place)
+    except FlywheelError as error:
+        _logger.warning("the checkpoints of run %s stay: %s", run_id, error)
 
 
 def _signed_folders(parent: Path, named: re.Pattern[str], what: What) -> Iterator[tuple[What, Path]]:
@@ -356,6 +413,18 @@ def _remove(item: Item, plan_: Plan, home: Home, state: Callable[[], State]) -> 
     return ""
 
 
+def _remove_remote(item: Item, plan_: Plan, home: Home, state: Callable[[], State]) -> str:
+    """As `_remove`, where nothing can be put aside: its marker goes first, and from then on it is nobody's."""
+    run_id, name = item.found.path.parts
+    storage = storage_at(home.runs / run_id, run_id, item.found.uri.removesuffix(f"/{run_id}/{name}"))
+    if name not in storage.listing():
+        return "it is gone already"
+    if not _still_free(item, plan_, home, state()):
+        return "something needs it since the plan was made"
+    storage.remove(name)
+    return ""
+
+
 def _still_free(item: Item, plan_: Plan, home: Home, state: State) -> bool:
     again = plan(state, (item.found,), home, now=plan_.now, grace=plan_.grace, loaded=plan_.loaded)
     return bool(again.free)
@@ -371,7 +440,8 @@ def _held(found: Found, home: Home) -> Iterator[bool]:
         with only_one(found.path.parent / LOCK), _abandoned(found) as ours:
             yield ours
     else:
-        yield True
+        with _abandoned(found) as ours:
+            yield ours
 
 
 def _abandoned(found: Found) -> AbstractContextManager[bool]:

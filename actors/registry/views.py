@@ -306,7 +306,7 @@ def differences(first: Version, second: Version) -> tuple[Difference, ...]:
 
 
 def collection(
-    items: Iterable[Item], kept: Mapping[str, str], *, dry_run: bool, left: Mapping[Path, str] | None = None
+    items: Iterable[Item], kept: Mapping[str, str], *, dry_run: bool, left: Mapping[Path | str, str] | None = None
 ) -> Collection:
     """A plan, or what came of it."""
     return Collection(
@@ -314,7 +314,7 @@ def collection(
         freed=tuple(
             Freed(
                 what=f"{item.found.what} {', '.join(item.version_ids) or item.found.path.name}",
-                path=item.found.path,
+                path=item.found.where,
                 size_bytes=item.found.size_bytes,
                 why=item.why,
             )

@@ -87,11 +87,16 @@ def verify(home: Home, reference: str, sink: Sink) -> list[Verdict]:
     for place, each in enumerate(asked):
         sink(Progress("verify", place, len(asked), "checkpoints", note=each.name))
         read = manifest.verify(storage, each.name) if each.condition == "committed" else each
+        if read.condition != "committed" and read.name not in storage.listing():
+            continue  # its run has removed it meanwhile
         verdicts.append(
             Verdict(
                 name=read.name, condition=read.condition, size_bytes=read.size_bytes, why=read.why, wrong=read.wrong
             )
         )
+    if not verdicts:
+        hint = f"See flywheel checkpoint list {run_id}."
+        raise ConfigError(f"{reference} has just been removed by its run.", hint=hint)
     return verdicts
 
 

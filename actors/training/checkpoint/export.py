@@ -4,21 +4,25 @@ Knows transformers and PEFT, and imports them late: writing an adapter needs nei
 """
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from actors.training.checkpoint import manifest, shards
 from actors.training.checkpoint.manifest import Checkpoint
 from actors.training.checkpoint.storage import FolderStorage, RunStorage
 from actors.training.job import Position
-from cluster.errors import ConfigError, TrainingError
+from cluster.errors import CapacityError, ConfigError, TrainingError
 from cluster.models import TOKENIZER_FILES
-from cluster.storage import publish
+from cluster.storage import DISK_FULL, publish
 
 WEIGHTS: Final = "weights/"
 
@@ -32,7 +36,8 @@ What = Literal["adapter", "merged", "model"]
 def write_adapter(folder: Path, target: Path, config: str) -> None:
     """Write the adapter whose shards lie in `folder` as PEFT and vLLM load it. `config`: its `adapter_config.json`."""
     target.mkdir(parents=True, exist_ok=True)
-    save_file(shards.read_whole(folder, WEIGHTS), target / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    with _errors_of_the_disk():
+        save_file(shards.read_whole(folder, WEIGHTS), target / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (target / _ADAPTER_CONFIG).write_text(config, encoding="utf-8")
 
 
@@ -48,9 +53,9 @@ def export(
 
     Every file that is read is digested first. `base`: called with the base's name and digest, it gives the folder,
     for which somebody who is trusted vouches; only an adapter by itself needs none. `ConfigError` if `target` exists,
-    or if there is nothing to merge; `TrainingError` if the checkpoint is damaged.
+    or if there is nothing to merge; `TrainingError` if the checkpoint is damaged; `CapacityError` if a disk is full.
     """
-    if target.exists():
+    if os.path.lexists(target):
         raise ConfigError(f"{target} exists.", hint="Name a folder that does not exist yet.")
     with storage.opened(checkpoint.name) as fetch:
         adapted = any(file.startswith(f"{manifest.ADAPTER}/") for file in checkpoint.files)
@@ -66,13 +71,15 @@ def export(
         try:
             folder = fetch(wanted)
             wrong = manifest.changed(folder, checkpoint, wanted)
-        except FileNotFoundError as error:
+        except manifest.NO_FILE as error:
             wrong = (str(error.filename or error),)
+        if wrong and checkpoint.name not in storage.listing():
+            raise ConfigError(f"{checkpoint.name} has just been removed by its run.", hint="Export another step.")
         if wrong:
             raise TrainingError(
                 f"{checkpoint.name} is damaged: {', '.join(wrong)}.", hint="Export another step; see checkpoint list."
             )
-        with publish(target) as scratch:
+        with _room_for(target), publish(target) as scratch:
             if adapted and not merged:
                 for path in (folder / manifest.ADAPTER).iterdir():
                     shutil.copyfile(path, scratch / path.name)
@@ -135,7 +142,32 @@ def _save(model: Any, base: Path, target: Path) -> None:
     """In the dtype that the base is stored in, with its tokenizer."""
     stored = json.loads((base / "config.json").read_text(encoding="utf-8"))
     named = str(stored.get("dtype") or stored.get("torch_dtype") or "float32")
-    model.to(getattr(torch, named)).save_pretrained(target, safe_serialization=True)
+    with _errors_of_the_disk():
+        model.to(getattr(torch, named)).save_pretrained(target, safe_serialization=True)
     for name in _BESIDE_WEIGHTS:
         if (base / name).is_file():
             shutil.copyfile(base / name, target / name)
+
+
+@contextmanager
+def _errors_of_the_disk() -> Iterator[None]:
+    """What safetensors could not write, as the `OSError` that it was: it has an exception of its own for all."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+
+
+@contextmanager
+def _room_for(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise CapacityError(
+            f"There is no room for {target}: {error.strerror}.", hint="Free some disk there, or name another folder."
+        ) from None

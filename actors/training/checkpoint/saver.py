@@ -206,6 +206,9 @@ class Checkpoints:
                 for each in self._agreement.each(self._staging.total_bytes):
                     whole |= each
                 self._bytes_needed = sum(whole.values())
+                if self._model is not None and self._model.adapter_config is not None:  # it has the weights once more
+                    weights = [size for name, size in whole.items() if name.startswith(export.WEIGHTS)]
+                    self._bytes_needed += sum(weights)
             token = self._agreement.each(partial(self._begin, name) if self._rank == 0 else _nothing)[0]
             if token is not None:
                 scratch = self._storage.scratch(name, token, self._rank)
@@ -305,7 +308,7 @@ class Checkpoints:
                 wrong = manifest.changed(fetch(parts), checkpoint, parts)
                 if wrong:
                     return wrong
-            except FileNotFoundError as error:
+            except manifest.NO_FILE as error:
                 return (str(error.filename or error),)
             shards.read(fetch([]), state)
         return ()

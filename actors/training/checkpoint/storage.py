@@ -11,15 +11,26 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
+from cluster import environment
 from cluster.errors import ConfigError, DependencyError
-from cluster.storage import PARTIAL_PREFIX, Home, digest_file, require_file_name, sync, sync_tree, write_atomically
+from cluster.storage import (
+    PARTIAL_PREFIX,
+    Home,
+    abandoned,
+    digest_file,
+    passing_folder,
+    require_file_name,
+    sync,
+    sync_tree,
+    write_atomically,
+)
 
 MARKER: Final = "COMMITTED"
 DAMAGED: Final = "DAMAGED"
@@ -31,8 +42,16 @@ _TRASH: Final = f"{PARTIAL_PREFIX}trash-"
 _NAME: Final = re.compile(r"step-[0-9]+")
 _PARTIAL: Final = re.compile(rf"{re.escape(PARTIAL_PREFIX)}(step-[0-9]+)-[0-9a-f]+")
 _CHUNK: Final = 8 << 20
-_ATTEMPTS: Final = 3
-"""Each of them is a few seconds of the client's own tries."""
+_PATIENCE_S: Final = 30.0
+"""How long a request to S3 is made again. The last one may begin then, and take twice `_ANSWER_S`."""
+_ANSWER_S: Final = 10.0
+"""How long S3 may be silent. The client's own numbers make a request that is never answered last for minutes, and
+training waits for the save before."""
+_REFUSED: Final = re.compile(
+    r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|"
+    r"INVALID_CLIENT_TOKEN_ID|UNRECOGNIZED_CLIENT|MISSING_AUTHENTICATION_TOKEN)"
+)
+"""Answers that will be the same in a minute."""
 
 _Result = TypeVar("_Result")
 
@@ -104,6 +123,10 @@ class RunStorage(Protocol):
         """Room that is left; None where that is not known."""
         ...
 
+    def require_writable(self) -> None:
+        """Raise now what would keep every checkpoint from being saved, by writing a file and deleting it."""
+        ...
+
 
 def open_storage(home: Home, run_id: str, where: str | None = None) -> RunStorage:
     """The storage of a run: `where` is `checkpoint.storage` of its recipe."""
@@ -169,7 +192,7 @@ class FolderStorage:
     def remove(self, name: str) -> None:
         trash = self.folder / f"{_TRASH}{name}-{os.urandom(4).hex()}"
         (self.folder / name).rename(trash)  # out of everybody's sight in one step
-        shutil.rmtree(trash)
+        _delete(trash)
 
     def condemn(self, name: str, why: str) -> None:
         write_atomically(self.folder / name / DAMAGED, why)
@@ -177,12 +200,31 @@ class FolderStorage:
 
     def clear(self) -> None:
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            if _PARTIAL.fullmatch(path.name) or path.name.startswith(_TRASH):
-                shutil.rmtree(path, ignore_errors=True)
+            if not (_PARTIAL.fullmatch(path.name) or path.name.startswith(_TRASH)):
+                continue
+            with suppress(OSError):
+                if path.is_symlink():
+                    _delete(path)
+                    continue
+                with abandoned(path) as ours:  # else somebody reads a checkpoint that lies in S3
+                    if ours:
+                        _delete(path)
 
     def free_bytes(self) -> int | None:
         self.folder.mkdir(parents=True, exist_ok=True)
         return shutil.disk_usage(self.folder).free
+
+    def require_writable(self) -> None:
+        probe = self.folder / f"{PARTIAL_PREFIX}probe-{os.urandom(4).hex()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"No checkpoint can be saved in {self.uri}: {error.strerror or error}.",
+                hint="Make the folder writable, or set checkpoint.storage to another one.",
+            ) from None
 
 
 class S3Storage:
@@ -233,19 +275,17 @@ class S3Storage:
 
     @contextmanager
     def opened(self, name: str, scratch: Path | None = None) -> Iterator[Callable[[Iterable[str]], Path]]:
-        folder = scratch or self.scratch(name, os.urandom(4).hex(), 0)
+        # A run that starts now clears what nobody holds.
+        held = nullcontext(scratch) if scratch is not None else passing_folder(self._scratch_root / name)
+        with held as folder:
 
-        def fetch(files: Iterable[str]) -> Path:
-            for file in files:
-                if not (folder / file).exists():
-                    self._tried(partial(self._download, name, file, folder / file))
-            return folder
+            def fetch(files: Iterable[str]) -> Path:
+                for file in files:
+                    if not (folder / file).exists():
+                        self._tried(partial(self._download, name, file, folder / file))
+                return folder
 
-        try:
             yield fetch
-        finally:
-            if scratch is None:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def scratch(self, name: str, token: str, rank: int) -> Path:
         folder = self._scratch_root / f"{PARTIAL_PREFIX}{name}-{token}{rank:04x}"
@@ -296,6 +336,18 @@ class S3Storage:
     def free_bytes(self) -> int | None:
         return FolderStorage(self._scratch_root).free_bytes()
 
+    def require_writable(self) -> None:
+        FolderStorage(self._scratch_root).require_writable()
+
+        def probe() -> None:
+            with self._client() as (client, root):
+                # Listing says nothing: a bucket that is not there lists as empty.
+                with client.open_output_stream(f"{root}/.probe") as writing:
+                    writing.write(b"")
+                client.delete_file(f"{root}/.probe")
+
+        self._tried(probe)
+
     def _upload(self, source: Path, name: str, file: str) -> None:
         # An object appears whole when its stream is closed, or not at all.
         with (
@@ -322,26 +374,34 @@ class S3Storage:
     def _client(self) -> Iterator[tuple[Any, str]]:
         """The S3 client and the run's prefix in it."""
         if self._opened is None:
-            from pyarrow.fs import FileSystem
+            from pyarrow.fs import AwsStandardS3RetryStrategy, FileSystem, S3FileSystem
 
             try:
-                self._opened = FileSystem.from_uri(self.uri)
+                found, root = FileSystem.from_uri(self.uri)  # which finds the region of the bucket
+                client = S3FileSystem(
+                    region=found.region or None,
+                    endpoint_override=environment.s3_endpoint(),
+                    connect_timeout=_ANSWER_S,
+                    request_timeout=_ANSWER_S,
+                    retry_strategy=AwsStandardS3RetryStrategy(max_attempts=2),
+                )
             except (OSError, ValueError) as error:
                 raise self._away(error) from None
+            self._opened = client, root
         yield self._opened
 
     def _tried(self, work: Callable[[], _Result]) -> _Result:
-        """`work()`, tried a few times: what S3 answers with an error now it may grant in a second."""
+        """`work()`, tried for a while: what S3 answers with an error now it may grant in a second."""
         tries = Retrying(
-            stop=stop_after_attempt(_ATTEMPTS),
-            wait=wait_exponential(0.2, max=3),
+            stop=stop_after_delay(_PATIENCE_S),
+            wait=wait_exponential(0.2, max=5),
             retry=retry_if_exception(_passing),
             reraise=True,
         )
         try:
             return tries(work)
         except OSError as error:
-            if not _passing(error):
+            if not _remote(error):
                 raise
             raise self._away(error) from None
 
@@ -353,9 +413,22 @@ class S3Storage:
         )
 
 
-def _passing(error: BaseException) -> bool:
-    """Whether trying again may help: S3's errors have no number, the local disk's have."""
+def _remote(error: BaseException) -> bool:
+    """Whether S3 has said so: its errors have no number, the local disk's have."""
     return isinstance(error, OSError) and error.errno is None
+
+
+def _passing(error: BaseException) -> bool:
+    """Whether trying again may help."""
+    return _remote(error) and not _REFUSED.search(str(error))
+
+
+def _delete(path: Path) -> None:
+    """A folder with all that is in it, or a file or a link that somebody has put where one was expected."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

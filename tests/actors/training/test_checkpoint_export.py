@@ -8,13 +8,19 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from actors.training import engine
+from actors.training.batching import MicroBatch
 from actors.training.checkpoint import manifest
 from actors.training.checkpoint.export import export
 from actors.training.checkpoint.manifest import Checkpoint
+from actors.training.checkpoint.saver import ModelFacts
 from actors.training.checkpoint.storage import FolderStorage
 from actors.training.job import Outcome
+from actors.training.layout import Layout
 from actors.training.loop import train
+from actors.training.objectives import sft
 from cluster.errors import ConfigError, TrainingError
+from tests.actors.training import saved
 from tests.actors.training.small import HERE, VOCABULARY, Remembered, job, memory_feed, settings
 
 
@@ -74,6 +80,30 @@ def test_a_whole_model_is_what_the_run_has_learnt(
     assert (outcome.adapter / "model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
     with pytest.raises(ConfigError, match="no adapter to merge"):
         export(*last(folder), tmp_path / "merged", merged=True, base=lambda *_: tiny_base)
+
+
+def test_a_whole_mixture_has_the_names_that_transformers_reads(
+    tiny_mixture: Path, rows: pa.Table, tmp_path: Path
+) -> None:
+    """In training the experts of a layer are one tensor each of two kinds; in files each has matrices of its own."""
+    trained = engine.build(settings(adapter={"kind": "none"}), tiny_mixture, "tiny", HERE, Layout())
+    batch = MicroBatch.from_arrow(rows.slice(0, 4))
+    trained.step([batch], loss_tokens=sft.count_loss_tokens(batch), learning_rate=1e-2)
+    mine = saved.checkpoints(tmp_path / "run", model=ModelFacts("model", "tiny", "ab" * 32, None))
+    saved.save(mine, 1, state=lambda _: trained.state())
+    assert export(*last(tmp_path / "run"), tmp_path / "model", base=lambda *_: tiny_mixture) == "model"
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    wanted = whole_rows(trained.model)
+    torch.testing.assert_close(whole_rows(found), wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(wanted, whole_rows(AutoModelForCausalLM.from_pretrained(tiny_mixture)), atol=1e-2)
+
+
+def whole_rows(model: torch.nn.Module) -> torch.Tensor:
+    """`logits` of a model in training too, whose attention wants positions."""
+    ids = torch.arange(1, 20)[None] % VOCABULARY
+    with torch.no_grad():
+        answer: torch.Tensor = model.eval()(ids, position_ids=torch.arange(19)[None]).logits
+    return answer
 
 
 def test_what_cannot_be_exported_leaves_nothing_behind(
