@@ -13,6 +13,8 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from actors.training.shape import special_attention
+
 PACKED = "flywheel_packed"
 
 
@@ -21,8 +23,7 @@ def implementation(config: Any, device: torch.device) -> str:
 
     Models with a sliding window or capped scores need more than a causal block, which ours does not do.
     """
-    plain = not any(getattr(config, name, None) for name in ("sliding_window", "attn_logit_softcapping", "layer_types"))
-    return PACKED if device.type == "cpu" and plain else "sdpa"
+    return PACKED if device.type == "cpu" and not special_attention(config.to_dict()) else "sdpa"
 
 
 def example_lengths(position_ids: torch.Tensor) -> list[int]:

@@ -1,5 +1,6 @@
 """Settings of a training run. Read without ray, torch or peft."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -26,8 +27,9 @@ class AdapterConfig(Config):
 class WorkersConfig(Config):
     """How many workers a run may have."""
 
-    min: int = Field(default=1, ge=1)
-    max: int = Field(default=1, ge=1)
+    # Strict: `true` would be taken for 1.
+    min: int = Field(default=1, ge=1, strict=True)
+    max: int = Field(default=1, ge=1, strict=True)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -45,15 +47,15 @@ class ParallelConfig(Config):
 
     strategy: Literal["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = "ddp"
     workers: WorkersConfig = WorkersConfig()
-    tensor: int = Field(default=1, ge=1)
+    tensor: int = Field(default=1, ge=1, strict=True)
     """Ranks that share each matrix (Shoeybi et al. 2019, arXiv:1909.08053)."""
-    pipeline: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1, strict=True)
     """Ranks that share the layers, one range of them each (Huang et al. 2018, arXiv:1811.06965)."""
-    context: int = Field(default=1, ge=1)
+    context: int = Field(default=1, ge=1, strict=True)
     """Ranks that share each sequence, no more than attention heads (Jacobs et al. 2023, arXiv:2309.14509)."""
-    expert: int = Field(default=1, ge=1)
+    expert: int = Field(default=1, ge=1, strict=True)
     """Ranks that share the experts of a mixture (Lepikhin et al. 2020, arXiv:2006.16668)."""
-    replicate: int = Field(default=1, ge=1)
+    replicate: int = Field(default=1, ge=1, strict=True)
     """Groups of hsdp that each hold the whole model."""
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
     """Order of a pipeline's forward and backward passes; interleaved gives each rank two ranges of layers."""
@@ -206,11 +208,13 @@ class TrainConfig(Config):
     def _divisible(self) -> Self:
         batch, micro = self.optimizer.global_batch_size, self.optimizer.micro_batch_size
         replica = self.parallel.ranks_per_replica
-        for workers in range(self.parallel.workers.min, self.parallel.workers.max + 1):
+        least, most = self.parallel.workers.min, self.parallel.workers.max
+        for workers in range(least, most + 1):
             if batch % (workers // replica * micro):
+                fits = math.lcm(*(each // replica * micro for each in range(least, min(most, least + 15) + 1)))
                 raise ValueError(
                     f"global_batch_size {batch} is not divisible by {workers // replica} data-parallel workers × "
-                    f"micro_batch_size {micro}"
+                    f"micro_batch_size {micro}: make it a multiple of {fits}"
                 )
         pipeline = self.parallel.pipeline
         count = batch // (self.parallel.workers.max // replica * micro)

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from actors.training import attention
 from actors.training.batching import NO_LOSS
+from actors.training.shape import special_attention
 from cluster.errors import ConfigError
 
 CONTEXT = "flywheel_context"
@@ -74,11 +75,7 @@ def prepare(model: Any, group: ProcessGroup, tensor: int) -> Context:
     """Make `model` (transformers' or PEFT's), which `tensor` ranks cut by heads, attend over the ranks of `group`."""
     config = model.config
     kind = config.model_type
-    special = [
-        name
-        for name in ("sliding_window", "attn_logit_softcapping", "layer_types", "attention_chunk_size", "kv_lora_rank")
-        if getattr(config, name, None)
-    ]
+    special = special_attention(config.to_dict())
     if special:
         raise ConfigError(
             f"{kind} models attend in a way that context parallelism does not do ({', '.join(special)}).",

@@ -6,7 +6,7 @@ moments, divided by the ranks that share them. What comes and goes is counted, i
 largest tensors that exist more than once for a moment. `flywheel bench memory` sets the figures beside measured ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.training.config import TrainConfig
 from actors.training.layout import Layout
@@ -24,6 +24,9 @@ class Memory:
     `weights`, `gradients` and `optimizer` stay between steps (gradients only where they do); `activations` are those
     that the backward needs; `buffers` is the rest of the peak: logits, gathered layers, gradients on their way, the
     optimizer's intermediate results.
+
+    The host holds two more, also where training is on a GPU: `copied`, into which a checkpoint is copied and written
+    from while training goes on; and `read`, the base as every rank reads it from its file, before it is cut.
     """
 
     weights: float
@@ -31,9 +34,12 @@ class Memory:
     optimizer: float
     activations: float
     buffers: float
+    copied: float = 0.0
+    read: float = 0.0
 
     @property
     def peak(self) -> float:
+        """Of the training itself, on its device."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
@@ -51,57 +57,86 @@ def trained(config: TrainConfig, shape: Shape) -> int:
 
 
 def estimate(
-    config: TrainConfig, shape: Shape, *, length: int, on_gpu: bool = False, loss_share: float = 1.0
+    config: TrainConfig,
+    shape: Shape,
+    *,
+    length: int,
+    workers: int | None = None,
+    on_gpu: bool = False,
+    loss_share: float = 1.0,
 ) -> Memory:
-    """The peak of one rank with the most workers that the config allows, on rows of `length` tokens.
+    """The peak of one rank of `workers` (the most that the config allows if None), on rows of `length` tokens.
 
     `loss_share` is the part of the tokens that has a loss, and so logits; all of them is the safe assumption.
     """
-    run = _Run(config, shape, length, on_gpu, loss_share)
-    return run.zero() if config.parallel.strategy.startswith("zero") else run.native()
+    run = _Run(config, shape, length, workers or config.parallel.workers.max, on_gpu, loss_share)
+    need = run.zero() if config.parallel.strategy.startswith("zero") else run.native()
+    return replace(need, copied=run.copied(), read=run.read())
 
 
 class _Run:
     """The terms, for one config. Letters as in the papers: Ψ parameters, E the embedding's part of them."""
 
-    def __init__(self, config: TrainConfig, shape: Shape, length: int, on_gpu: bool, loss_share: float) -> None:
+    def __init__(
+        self, config: TrainConfig, shape: Shape, length: int, workers: int, on_gpu: bool, loss_share: float
+    ) -> None:
         self._config = config
         self._shape = shape
-        self._layout = Layout.of(config.parallel, config.parallel.workers.max)
+        self._layout = layout = Layout.of(config.parallel, workers)
         self._on_gpu = on_gpu
         self._low = config.precision == "bf16"
         self._full = config.adapter.kind == "none"
-        self._tokens = config.optimizer.micro_batch_size * length / self._layout.context
+        self._tokens = config.optimizer.micro_batch_size * length / layout.context
         self._loss_tokens = self._tokens * loss_share
         self._trained = trained(config, shape)
         self._frozen = 0 if self._full else shape.parameters
-        # What is not cut by the model's own axes: embedding and head, and every layer's norms (small enough to leave).
-        whole = shape.embedding * (1 if shape.tied else 2)
-        self._part = (shape.parameters - whole) / (self._layout.pipeline * self._layout.tensor)
-        self._part += whole if self._layout.pipeline == 1 or shape.tied else whole / 2
-        self._share = self._part / shape.parameters
+        self._frozen_width = _BF16 if self._low else _FP32
+        self._ends = shape.embedding * (1 if shape.tied else 2)
         self._embedding = _FP32 * shape.embedding if self._full else 0
+        # Ranks that hold one copy together; of experts that are spread, all that have tokens of their own.
+        self._shards = 1 if config.parallel.strategy == "ddp" else layout.shard * layout.context
+        self._expert_shards = layout.data * layout.context if layout.expert > 1 else self._shards
 
     def native(self) -> Memory:
-        """DDP, FSDP2 and HSDP, with the model's axes."""
-        shards = self._layout.shard * (self._layout.context if self._layout.shard > 1 else 1)
-        frozen_width = _BF16 if self._low else _FP32
-        weights = (self._trained * _FP32 + self._frozen * frozen_width) * self._share / shards
-        gradients = self._trained * _FP32 * self._share / shards
-        optimizer = 2 * gradients
+        """DDP, FSDP2 and HSDP, with the model's axes. Of a pipeline the first or the last rank is the fullest."""
+        stages = self._layout.pipeline
+        if stages == 1:
+            return self._native(self._ends, self.activations(), self.logits())
+        first, last = (min(most, self._accumulation) for most in self._on_their_way(stages))
+        ranks = (
+            self._native(self._shape.embedding, self.activations(first), 0.0),
+            self._native(self._shape.embedding, self.activations(last), self.logits()),
+        )
+        return max(ranks, key=lambda memory: memory.peak)
+
+    def _native(self, ends: int, activations: float, logits: float) -> Memory:
+        """A rank that has `ends` of the embedding's and head's parameters beside its layers."""
+        shape, layout, shards = self._shape, self._layout, self._shards
+        dense = (shape.parameters - self._ends - shape.layers * shape.layer_experts) / (layout.pipeline * layout.tensor)
+        experts = shape.layers * shape.layer_experts / layout.pipeline
+        held = (dense + ends) / shards + experts / self._expert_shards
+        learning = held if self._full else self._trained / layout.pipeline / shards
+        weights = learning * _FP32 + (0 if self._full else held * self._frozen_width)
+        gradients = learning * _FP32
         gathered = 0.0
-        if shards > 1:  # the root group (embedding and head), and the layer at work with the next one
-            width = _BF16 if self._low else _FP32
-            gathered = width * (self._shape.embedding + 2 * self._shape.layer)
+        if max(shards, self._expert_shards) > 1:
+            layer = shape.layer - shape.layer_experts + shape.layer_experts / layout.expert
+            # The root group in the width of its weights, and the layer at work with the next one.
+            gathered = self._frozen_width * 2 * layer / layout.tensor
+            gathered += (_FP32 if self._full else self._frozen_width) * ends * (shards > 1)
+            if layout.pipeline > 1:  # a stage stays gathered for the whole step, and so do its gradients
+                gathered = (self._frozen_width + (self._frozen_width if self._full else 0)) * (dense + experts + ends)
         # DDP's buckets and an accumulation hold gradients between backwards; otherwise the first makes them.
-        in_buckets = shards == 1 and self._layout.replicate * self._layout.context > 1
-        held = gradients if in_buckets or self._accumulation > 1 else 0.0
-        activations = self.activations()
+        in_buckets = shards == 1 and layout.replicate * layout.context > 1
+        held_gradients = gradients if in_buckets or self._accumulation > 1 else 0.0
         # A tied embedding has two gradients and their sum; a sharded one also the copy that is exchanged.
         copies = 4 if shards > 1 else 3
+        step = gathered + copies * self._embedding
+        if self._on_gpu:  # there torch's AdamW works on all tensors at once, with an intermediate result of each
+            step = max(step, gradients)
         return max(
-            Memory(weights, held, optimizer, activations, self.logits() + gathered + self._embedding),
-            Memory(weights, gradients, optimizer, 0, gathered + copies * self._embedding),
+            Memory(weights, held_gradients, 2 * gradients, activations, logits + gathered + self._embedding),
+            Memory(weights, gradients, 2 * gradients, 0, step),
             key=lambda memory: memory.peak,
         )
 
@@ -141,20 +176,37 @@ class _Run:
             key=lambda memory: memory.peak,
         )
 
+    def copied(self) -> float:
+        """Weights and moments of what learns, in fp32: each rank those that it writes."""
+        return 3 * _FP32 * self._trained / self._layout.world_size
+
+    def read(self) -> float:
+        """All of the base, in the width that it is trained in."""
+        return self._shape.parameters * (_FP32 if self._full else self._frozen_width)
+
     @property
     def _accumulation(self) -> int:
         optimizer = self._config.optimizer
         return optimizer.global_batch_size // (optimizer.micro_batch_size * self._layout.data)
+
+    def _on_their_way(self, stages: int) -> tuple[float, float]:
+        """Micro-batches whose activations the first and the last rank of a pipeline hold at once, in all their layers.
+
+        Interleaved, each pass is through half of them, and more are made first (Narayanan et al. 2021,
+        arXiv:2104.04473).
+        """
+        if self._config.parallel.schedule == "interleaved":
+            return (3 * stages - 1) / 2, (stages + 1) / 2
+        return stages, 1
 
     def logits(self) -> float:
         """At the loss positions: the head's output, its log-softmax and the gradient of that, in fp32."""
         copies = 3 * _FP32 + (2 * _BF16 if self._low else 0)
         return self._loss_tokens * self._shape.vocabulary * copies
 
-    def activations(self) -> float:
-        """What the backward needs of the forward, of every layer of a stage and of every micro-batch on its way."""
+    def activations(self, on_their_way: float = 1) -> float:
+        """What the backward needs of the forward, of every layer of a rank and of every micro-batch on its way."""
         layers = -(-self._shape.layers // self._layout.pipeline)
-        on_their_way = min(self._layout.pipeline, self._accumulation)
         per_layer = self._tokens * self._of_layer()
         if not self._config.activation_checkpointing:
             return on_their_way * layers * per_layer
@@ -171,4 +223,7 @@ class _Run:
         # A norm computes in fp32 and hands on in the width of its input; one that learns keeps its result too.
         norm = hidden * (_FP32 + width + (_FP32 if self._full else 0) + (_FP32 if self._full and self._low else 0))
         attention = (heads + 2 * kv) * attended + heads * attended + heads * width
-        return 2 * norm + attention + 4 * inner * width
+        product = 4 * inner * width
+        if shape.experts:  # once for each expert that a token goes to, and its copies on the way there and back
+            product = shape.experts_per_token * (product + 3 * hidden * width)
+        return 2 * norm + attention + product

@@ -1,14 +1,14 @@
 """`flywheel bench memory`: the most memory that a rank takes, by strategy, beside what the plan says.
 
-Each case builds the real engine around a model of SmolLM2-135M's shape, in fresh processes without Ray, and makes
-a few steps on random rows. Random weights take as much room as trained ones.
+Each case builds the real engine around a model of SmolLM2-135M's shape, or a mixture of as many parameters, in fresh
+processes without Ray, and makes a few steps on random rows. Random weights take as much room as trained ones.
 """
 
 import tempfile
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -36,14 +36,29 @@ _SMOLLM2_135M: Final[dict[str, Any]] = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
+_MIXTURE: Final[dict[str, Any]] = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32768,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: `ranks` workers of `strategy`."""
+    """One measurement: `ranks` workers of `strategy`, all of them on `axis` if there is one."""
 
     strategy: str
     ranks: int = 2
+    axis: Literal["", "tensor", "pipeline", "context", "expert"] = ""
+    mixture: bool = False
     adapter: str = "none"
     precision: str = "fp32"
     checkpointing: bool = False
@@ -53,20 +68,29 @@ class Case:
     def name(self) -> str:
         trained = "full" if self.adapter == "none" else self.adapter
         extras = [
-            name for name, on in (("checkpointing", self.checkpointing), ("offload", self.offload != "none")) if on
+            name
+            for name, on in (
+                (self.axis, self.axis),
+                ("mixture", self.mixture),
+                ("checkpointing", self.checkpointing),
+                ("offload", self.offload != "none"),
+            )
+            if on
         ]
         return "-".join([self.strategy, str(self.ranks), trained, self.precision, *extras])
 
     def config(self) -> TrainConfig:
-        """One row a rank and step."""
+        """One row a step and rank that has rows of its own; through a pipeline go as many as it has stages."""
         workers = {"min": self.ranks, "max": self.ranks}
+        axes = {self.axis: self.ranks} if self.axis else {}
+        rows = 1 if self.axis in ("tensor", "context") else self.ranks
         return TrainConfig.model_validate(
             {
                 "adapter": {"kind": self.adapter},
                 "precision": self.precision,
                 "activation_checkpointing": self.checkpointing,
-                "parallel": {"strategy": self.strategy, "workers": workers, "offload": self.offload},
-                "optimizer": {"global_batch_size": self.ranks, "micro_batch_size": 1},
+                "parallel": {"strategy": self.strategy, "workers": workers, "offload": self.offload, **axes},
+                "optimizer": {"global_batch_size": rows, "micro_batch_size": 1},
             }
         )
 
@@ -83,6 +107,14 @@ CASES = (
         for strategy in ("ddp", "fsdp")
         for checkpointing in (False, True)
     ),
+    Case("ddp", 3, axis="tensor"),
+    Case("ddp", axis="pipeline"),
+    Case("ddp", axis="context"),
+    Case("fsdp", axis="context"),
+    Case("ddp", 1, mixture=True),
+    Case("fsdp", mixture=True),
+    Case("ddp", axis="expert", mixture=True),
+    Case("fsdp", axis="expert", mixture=True),
 )
 
 
@@ -90,9 +122,10 @@ def run(sink: Sink, *, cases: tuple[Case, ...] = CASES, length: int = 512, steps
     """Measure every case `runs` times; each needs up to 3 GiB a rank."""
     results, bars = [], []
     with tempfile.TemporaryDirectory(prefix="flywheel-bench-") as scratch:
-        base = model(Path(scratch) / "base")
-        shape = read(base)
+        bases = {mixture: model(Path(scratch) / f"base-{mixture}", mixture=mixture) for mixture in (False, True)}
         for number, case in enumerate(cases):
+            base = bases[case.mixture]
+            shape = read(base)
             sink(Progress("bench", number, len(cases), "cases", note=case.name))
             taken = Result.of(
                 f"{case.name}: peak", "GiB a rank", [peak(case, base, length, steps) for _ in range(runs)]
@@ -120,23 +153,27 @@ def work(place: Place, config: TrainConfig, base: Path, length: int, steps: int)
     """What one rank does; bytes at its peak, beyond its libraries."""
     _warm(config)
     layout = Layout.of(config.parallel, place.world_size)
-    draw = torch.Generator().manual_seed(place.rank)
+    draw = torch.Generator().manual_seed(layout.data_rank(place.rank))
+    count = config.optimizer.global_batch_size // layout.data
     with measured(place.device) as taken:
         engine = engines.build(config, base, "shape", place, layout)
         for _ in range(steps):
-            ids = torch.randint(_SMOLLM2_135M["vocab_size"], (1, length), generator=draw)
-            batch = MicroBatch(input_ids=ids, labels=ids, position_ids=torch.arange(length)[None])
-            engine.step([batch.to(place.device)], loss_tokens=(length - 1.0) * layout.data, learning_rate=1e-5)
+            micro = []
+            for _ in range(count):
+                ids = torch.randint(_MIXTURE["vocab_size"], (1, length), generator=draw)
+                micro.append(MicroBatch(input_ids=ids, labels=ids, position_ids=torch.arange(length)[None]))
+            tokens = (length - 1.0) * count * layout.data
+            engine.step([batch.to(place.device) for batch in micro], loss_tokens=tokens, learning_rate=1e-5)
         engine.close()
     return taken.bytes
 
 
-def model(folder: Path) -> Path:
-    """A model folder of SmolLM2-135M's shape in bf16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def model(folder: Path, *, mixture: bool = False) -> Path:
+    """A model folder of SmolLM2-135M's shape in bf16, or a mixture of experts of 130 million parameters."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-    config = LlamaConfig(**_SMOLLM2_135M)
-    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    config = Qwen3MoeConfig(**_MIXTURE) if mixture else LlamaConfig(**_SMOLLM2_135M)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -144,6 +181,7 @@ def _warm(config: TrainConfig) -> None:
     """Import and start what is loaded at first use, so that it is not counted."""
     if config.parallel.strategy.startswith("zero"):
         import_module("actors.training.strategies.zero")  # which readies DeepSpeed before it is imported
-    for name in ("peft", "transformers.models.llama.modeling_llama"):
+    families = ("llama.modeling_llama", "qwen3_moe.modeling_qwen3_moe")
+    for name in ("peft", *(f"transformers.models.{family}" for family in families)):
         import_module(name)
     torch.ones(64, 64) @ torch.ones(64, 64)

@@ -1,5 +1,6 @@
 """`flywheel plan`: does a recipe fit this machine, and which knob to turn if not."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from rich.text import Text
 from app import recipe as recipes
 from app.cli.output import AsJson, Assignments, show, table
 from app.pipelines.plan import Room, plan
+from cluster.errors import ConfigError
 from cluster.storage import Home
 
 EXAMPLES = "Examples: `flywheel plan error-triage` · `flywheel plan my.yaml --set data.max_length=1024`"
@@ -19,12 +21,14 @@ _SIGNS = {"ok": Text("✓", "green"), "warn": Text("!", "yellow"), "red": Text("
 
 def run(
     recipe: Annotated[str, typer.Argument(help="Recipe: a path or a shipped name.")],
-    gpu_gib: Annotated[float | None, typer.Option(min=0, help="Plan for a GPU of so many GiB for each rank.")] = None,
+    gpu_gib: Annotated[float | None, typer.Option(help="Plan for a GPU of so many GiB for each rank.")] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Check batch, memory, time, room, data, upload and disk without starting anything; exit 1 if it does not fit."""
-    room = None if gpu_gib is None else Room(gpu_gib, 1, "on each GPU", on_gpu=True)
+    if gpu_gib is not None and not 0 < gpu_gib < math.inf:
+        raise ConfigError(f"--gpu-gib {gpu_gib} is no size of a GPU.", hint="Give its memory in GiB, for example 24.")
+    room = None if gpu_gib is None else Room(gpu_gib, "on each GPU", on_gpu=True)
     lines = plan(recipes.load(recipe, assignments or ()), Home.current(), Path.cwd(), room)
     fits = all(line.status != "red" for line in lines)
 

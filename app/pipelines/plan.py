@@ -6,21 +6,22 @@ Imports neither ray nor torch, unless a Ray cluster is there to be asked for roo
 
 import fnmatch
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import psutil
-from safetensors import SafetensorError
 
 from actors.data import sources
 from actors.data.mining import MINERS
-from actors.training.layout import AXES, Layout, layer_ranges, require_divisible
-from actors.training.memory import Memory, estimate, trained
-from actors.training.shape import Shape, read
+from actors.training import support
+from actors.training.layout import AXES, Layout
+from actors.training.memory import estimate, trained
+from actors.training.shape import Shape
 from app.pipelines import calibration, remedy
-from app.recipe import Recipe, require_whole_turn
+from app.recipe import Recipe
 from cluster import environment
 from cluster.config import override, parse
 from cluster.errors import ConfigError, DependencyError
@@ -31,6 +32,10 @@ from cluster.storage import Home
 GIB = 1 << 30
 WORKING_DIR_LIMIT_BYTES = 100 << 20
 """Ray refuses a larger upload (413)."""
+LIBRARIES_GIB = 0.6
+"""What a worker holds before it has a model: Python, torch, transformers, Ray."""
+CUDA_GIB = 1.0
+"""What CUDA and NCCL keep of a GPU for themselves: assumed, not measured."""
 _NEVER_UPLOADED = {".git", ".venv", "venv", "__pycache__", "node_modules"}
 
 
@@ -46,12 +51,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that the ranks of a run have: GiB of each device, and how many ranks share one."""
+    """Memory that the ranks of a run have: `gib` of each GPU, which is one rank's, or of the machine that all share."""
 
     gib: float
-    ranks: int
     where: str
     on_gpu: bool = False
+
+    def ranks(self, workers: int) -> int:
+        """How many of `workers` share it."""
+        return 1 if self.on_gpu else workers
 
 
 def plan(recipe: Recipe, home: Home, folder: Path, room: Room | None = None) -> list[Line]:
@@ -60,9 +68,8 @@ def plan(recipe: Recipe, home: Home, folder: Path, room: Room | None = None) -> 
     `room` is the memory of the machine that it is planned for; this machine's, shared by all ranks, if None.
     """
     if room is None:
-        room = Room(psutil.virtual_memory().available / GIB, recipe.parallel.workers.max, "available here")
+        room = Room(psutil.virtual_memory().available / GIB, "available here")
     return [
-        *_turn(recipe),
         _batch(recipe),
         *_model(recipe, home, room),
         *_placement(recipe, home),
@@ -108,46 +115,41 @@ def _model(recipe: Recipe, home: Home, room: Room) -> list[Line]:
     if (folder / "modules.json").is_file():
         return [Line("model", "red", f"{recipe.model.base} makes embeddings", "Take a causal language model as base.")]
     try:
-        shape = read(folder)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        advice = "Look at its config.json and *.safetensors."
-        return [Line("model", "warn", f"the shape of {folder} cannot be read: {type(error).__name__}", advice)]
+        shape = support.shape_of(folder)
+    except ConfigError as error:
+        return [Line("model", "red", error.message, error.hint or "")]
     learning = trained(recipe, shape)
     found = f"{recipe.model.base}, {shape.parameters / 1e6:.0f} M parameters, {learning / 1e6:.1f} M learn"
     return [
         Line("model", "ok", found),
         _mesh(recipe, shape),
+        *_dropout(recipe),
         _fits(recipe, shape, room),
-        _checkpoint(recipe, learning),
-        _time(recipe, shape, home),
+        *_host(recipe, shape, room),
+        _checkpoint(recipe, shape, home),
+        _time(recipe, shape, home, room),
     ]
 
 
-def _turn(recipe: Recipe) -> list[Line]:
-    try:
-        require_whole_turn(recipe)
-    except ConfigError as error:
-        return [Line("turn", "warn", error.message, error.hint or "")]
-    return []
-
-
 def _mesh(recipe: Recipe, shape: Shape) -> Line:
-    """Whether the model can be cut as `parallel` says."""
+    """Whether a model of this shape can be trained, and cut as `parallel` says."""
     axes = recipe.parallel
-    stages = axes.pipeline * (2 if axes.schedule == "interleaved" else 1)
     try:
-        layout = Layout.of(axes, axes.workers.max)
-        require_divisible(
-            axes.tensor,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            intermediate_size=shape.intermediate,
-        )
-        layer_ranges(shape.layers, stages)
+        support.require(recipe, shape)
     except ConfigError as error:
         return Line("mesh", "red", error.message, error.hint or "")
+    layout = Layout.of(axes, axes.workers.max)
     wide = [f"{axis} {size}" for axis, size in zip(AXES, layout.sizes, strict=True) if size > 1]
     return Line("mesh", "ok", f"{axes.strategy}, {' × '.join(wide) or 'one process'}")
+
+
+def _dropout(recipe: Recipe) -> list[Line]:
+    """What is dropped is drawn by each rank for its rows, so it is the same on the same mesh, and on another is not."""
+    axes, share = recipe.parallel, recipe.adapter.dropout
+    if recipe.adapter.kind == "none" or not share or axes.workers.max == axes.tensor:
+        return []
+    found = f"adapter.dropout {share} is drawn anew for {axes.workers.max} workers: on another mesh it is another run"
+    return [Line("dropout", "warn", found, "Set adapter.dropout=0 for losses that are equal on every mesh.")]
 
 
 def _batch(recipe: Recipe) -> Line:
@@ -165,17 +167,57 @@ def _batch(recipe: Recipe) -> Line:
     )
 
 
+@dataclass(frozen=True)
+class Need:
+    """What a rank of a run of `workers` takes of a `Room`, in bytes. `parts` are named and add up to `bytes`."""
+
+    workers: int
+    parts: Mapping[str, float]
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+def need(recipe: Recipe, shape: Shape, room: Room) -> Need:
+    """The largest need of all group sizes that the recipe allows, as the room sees it. Every token is learnt from.
+
+    An elastic run that has shrunk holds more on each rank; one that has grown has more ranks on a shared machine.
+    """
+    sizes = {recipe.parallel.workers.min, recipe.parallel.workers.max}
+    needs = [Need(workers, _parts(recipe, shape, room, workers)) for workers in sizes]
+    return max(needs, key=lambda each: each.bytes * room.ranks(each.workers))
+
+
+def _parts(recipe: Recipe, shape: Shape, room: Room, workers: int) -> dict[str, float]:
+    memory = estimate(recipe, shape, length=recipe.data.max_length, workers=workers, on_gpu=room.on_gpu)
+    names = ("weights", "gradients", "optimizer", "activations", "buffers")
+    parts = {name: getattr(memory, name) for name in names}
+    if room.on_gpu:
+        return {**parts, "CUDA": CUDA_GIB * GIB}
+    if memory.read > memory.peak + memory.copied:  # then the start is the peak
+        return {"the base as it is read": memory.read, "libraries": LIBRARIES_GIB * GIB}
+    return {**parts, "copy of a checkpoint": memory.copied, "libraries": LIBRARIES_GIB * GIB}
+
+
 def _fits(recipe: Recipe, shape: Shape, room: Room) -> Line:
-    need = memory(recipe, shape, room)
-    parts = ", ".join(f"{name} {getattr(need, name) / GIB:.2f}" for name in _PARTS)
-    found = (
-        f"{need.peak / GIB:.2f} GiB a rank at its peak ({parts}); {room.ranks} ranks, {room.gib:.1f} GiB {room.where}"
-    )
-
     def fits(changed: Recipe) -> bool:
-        return memory(changed, shape, room).peak * room.ranks <= room.gib * GIB
+        try:
+            support.require(changed, shape)
+        except ConfigError:
+            return False
+        wanted = need(changed, shape, room)
+        return wanted.bytes * room.ranks(wanted.workers) <= room.gib * GIB
 
-    if fits(recipe):
+    wanted = need(recipe, shape, room)
+    ranks = room.ranks(wanted.workers)
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in wanted.parts.items())
+    shrunk = " when the run has shrunk to them" if wanted.workers < recipe.parallel.workers.max else ""
+    found = (
+        f"{wanted.bytes / GIB:.2f} GiB a rank at its peak ({parts}); "
+        f"{ranks} rank{'s' * (ranks > 1)}{shrunk}, {room.gib:.1f} GiB {room.where}"
+    )
+    if wanted.bytes * ranks <= room.gib * GIB:
         return Line("memory", "ok", f"fits: {found}")
     settings = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
@@ -185,42 +227,60 @@ def _fits(recipe: Recipe, shape: Shape, room: Room) -> Line:
         except ConfigError:
             return None
 
+    def flags(assignments: tuple[str, ...]) -> str:
+        then = need(changed(assignments) or recipe, shape, room).bytes / GIB
+        return f"({then:.2f} GiB a rank): {' '.join(f'--set {each}' for each in assignments)}"
+
+    advice = []
     turned = remedy.cheapest(recipe, changed, fits)
-    if turned is None:
-        advice = "No setting makes it fit: use a smaller base, more memory, or more workers on other machines."
-    else:
-        flags = " ".join(f"--set {assignment}" for assignment in turned)
-        then = memory(changed(turned) or recipe, shape, room).peak / GIB
-        advice = f"Cheapest change that fits ({then:.2f} GiB a rank): {flags}"
-    return Line("memory", "red", f"does not fit: {found}", advice)
+    if turned:
+        advice.append(f"Cheapest change that fits {flags(turned)}.")
+    if room.on_gpu and (turned is None or remedy.gives_up(recipe, turned)):
+        more = remedy.fewest_workers(recipe, changed, fits)
+        advice += [f"As it is, it takes more GPUs {flags(more)}."] if more else []
+    if room.on_gpu and not advice and (more := remedy.fewest_workers(recipe, changed, fits, give_up=True)):
+        advice.append(f"It takes more GPUs too {flags(more)}.")
+    if not advice:
+        advice.append("No setting makes it fit: use a smaller base, more memory, or more workers on other machines.")
+    return Line("memory", "red", f"does not fit: {found}", " ".join(advice))
 
 
-_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
-
-
-def memory(recipe: Recipe, shape: Shape, room: Room) -> Memory:
-    """What one rank needs for this recipe, every token counted as one to learn from."""
-    return estimate(recipe, shape, length=recipe.data.max_length, on_gpu=room.on_gpu)
-
-
-def _checkpoint(recipe: Recipe, learning: int) -> Line:
-    """Weights and two moments of what learns, in fp32; the frozen base is in none of them."""
-    each, kept = 12 * learning, recipe.checkpoint.keep + 1  # the newest is committed before the oldest goes
-    return Line(
-        "checkpoint",
-        "ok",
-        f"{each / GIB:.2f} GiB each, every {recipe.checkpoint.every_steps} steps; {each * kept / GIB:.2f} GiB at most",
+def _host(recipe: Recipe, shape: Shape, room: Room) -> list[Line]:
+    """What a run on GPUs takes of the memory of their machines."""
+    if not room.on_gpu:
+        return []
+    memory = estimate(recipe, shape, length=recipe.data.max_length, on_gpu=True)
+    found = (
+        f"{memory.read / GIB:.1f} GiB a rank of its machine's memory while the base is read, "
+        f"then {memory.copied / GIB:.1f} for the copy of a checkpoint"
     )
+    return [Line("host memory", "ok", found)]
 
 
-def _time(recipe: Recipe, shape: Shape, home: Home) -> Line:
-    rate = calibration.known(home, recipe)
+def _checkpoint(recipe: Recipe, shape: Shape, home: Home) -> Line:
+    """Weights and two moments of what learns, in fp32; the frozen base is in none of them."""
+    policy, each = recipe.checkpoint, 12 * trained(recipe, shape)
+    kept = policy.keep + (policy.best.keep if policy.best else 0) + 1  # the newest is committed before the oldest goes
+    here = each if (policy.storage or "").startswith("s3://") else each * kept
+    if recipe.adapter.kind == "none":
+        here += 4 * shape.parameters  # the model that the run leaves
+    found = f"{each / GIB:.2f} GiB each, every {policy.every_steps} steps; {here / GIB:.2f} GiB at most on a disk here"
+    folder = home.root if policy.storage is None or policy.storage.startswith("s3://") else Path(policy.storage)
+    free = _free(folder)
+    if here <= free:
+        return Line("checkpoint", "ok", found)
+    advice = "Lower checkpoint.keep, or put them elsewhere: checkpoint.storage, a folder or s3://bucket/prefix."
+    return Line("checkpoint", "red", f"{found}; {free / GIB:.2f} GiB are free for {folder}", advice)
+
+
+def _time(recipe: Recipe, shape: Shape, home: Home, room: Room) -> Line:
+    rate = calibration.known(home, recipe, on_gpu=room.on_gpu)
     if rate is None:
         advice = "The first run of this kind on this machine measures it: try --set steps=20."
         return Line("time", "warn", "unknown: nothing like it has run here yet", advice)
     needed = timedelta(seconds=round(calibration.seconds(rate, recipe, shape, length=recipe.data.max_length)))
     speed = f"{rate.flops_per_s / 1e9:.1f} GFLOP/s a worker"
-    return Line("time", "ok", f"about {needed} for all steps, at the {speed} of run {rate.run}")
+    return Line("time", "ok", f"about {needed} for all steps, without the start, at the {speed} of run {rate.run}")
 
 
 def _placement(recipe: Recipe, home: Home) -> list[Line]:
@@ -276,8 +336,14 @@ def _upload(folder: Path) -> Line:
 
 
 def _disk(home: Home) -> Line:
-    root = next(parent for parent in (home.root, *home.root.parents) if parent.exists())
-    free_gib = psutil.disk_usage(str(root)).free / GIB
+    free_gib = _free(home.root) / GIB
     if free_gib >= 5:
         return Line("disk", "ok", f"{free_gib:.0f} GiB free for {home.root}")
     return Line("disk", "red", f"{free_gib:.1f} GiB free for {home.root}", "Free 5 GiB, or set FLYWHEEL_HOME.")
+
+
+def _free(folder: Path) -> int:
+    """Bytes that are free where `folder` is or will be."""
+    folder = folder.expanduser().absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return int(psutil.disk_usage(str(there)).free)

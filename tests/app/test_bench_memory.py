@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from actors.training.memory import estimate
-from actors.training.shape import Shape, read
+from actors.training.shape import read
 from app.bench.memory import CASES, TOLERANCE, Case, model, peak
 from tests.actors.training.test_training_memory import SMOLLM2_135M
 
@@ -18,28 +18,31 @@ MEASURED = (
     Case("zero2"),
     Case("zero3"),
     Case("fsdp", adapter="lora", precision="bf16", checkpointing=True),
+    Case("ddp", axis="pipeline"),
+    Case("fsdp", axis="context"),
+    Case("fsdp", axis="expert", mixture=True),
 )
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model(tmp_path_factory.mktemp("shape") / "base")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The dense model and the mixture."""
+    folder = tmp_path_factory.mktemp("shapes")
+    return {mixture: model(folder / str(mixture), mixture=mixture) for mixture in (False, True)}
 
 
-@pytest.fixture(scope="module")
-def shape(base: Path) -> Shape:
-    found = read(base)
-    assert found == SMOLLM2_135M  # what the hand-worked figures are about
-    return found
+def test_the_hand_worked_figures_are_about_this_model(bases: dict[bool, Path]) -> None:
+    assert read(bases[False]) == SMOLLM2_135M
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: case.name)
-def test_a_prediction_is_what_is_measured(case: Case, base: Path, shape: Shape) -> None:
-    said = estimate(case.config(), shape, length=LENGTH).peak / 2**30
+def test_a_prediction_is_what_is_measured(case: Case, bases: dict[bool, Path]) -> None:
+    base = bases[case.mixture]
+    said = estimate(case.config(), read(base), length=LENGTH).peak / 2**30
     assert said == pytest.approx(peak(case, base, LENGTH, steps=3), rel=TOLERANCE)
 
 
 def test_the_bench_measures_every_strategy_with_and_without_checkpointing_and_offload() -> None:
     names = {case.name for case in CASES}
     assert set(names) >= {case.name for case in MEASURED}
-    assert {"ddp-1-full-fp32-checkpointing", "zero2-2-full-fp32-offload"} <= names
+    assert {"ddp-1-full-fp32-checkpointing", "zero2-2-full-fp32-offload", "ddp-3-full-fp32-tensor"} <= names

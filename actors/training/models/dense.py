@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from actors.training import mesh as meshes
@@ -58,9 +59,30 @@ def share_matrices(model: Any, layers: Iterable[torch.nn.Module], mesh: DeviceMe
         num_key_value_heads=facts.num_key_value_heads,
         intermediate_size=facts.intermediate_size,
     )
+    head_dim = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
     for layer in layers:
         # No rank needs another's copy of the weights: all have read the same file and drawn from the same seed.
-        parallelize_module(layer, mesh, _tensor_plan(layer), src_data_rank=None)
+        parallelize_module(layer, mesh, _tensor_plan(layer, head_dim), src_data_rank=None)
+        for name, part in list(layer.named_modules()):
+            if isinstance(part, torch.nn.Dropout) and set(name.split(".")) & _ROWS:
+                layer.set_submodule(name, _CutDropout(part.p, mesh))
+
+
+class _CutDropout(torch.nn.Module):
+    """Dropout of an input that is cut by columns: each rank draws for all of them, as one process does, and takes its.
+
+    The others' inputs are whole on every rank, and the ranks' random numbers the same ones.
+    """
+
+    def __init__(self, p: float, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self._p, self._ranks, self._rank = p, mesh.size(), mesh.get_local_rank()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        whole = functional.dropout(x.new_ones(*x.shape[:-1], self._ranks * x.shape[-1]), self._p)
+        return x * whole.chunk(self._ranks, dim=-1)[self._rank]
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -122,7 +144,7 @@ _ROWS = {"o_proj", "down_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 
 
-def _tensor_plan(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
+def _tensor_plan(layer: torch.nn.Module, head_dim: int) -> dict[str, ParallelStyle]:
     """How each matrix of `layer` is cut, by its name.
 
     Of a LoRA pair beside it, the half at the cut side is cut the same way and the other half stays whole: B beside
@@ -132,6 +154,11 @@ def _tensor_plan(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
     for name, part in layer.named_modules():
         names = set(name.split("."))
         if names & _HEAD_NORMS and not list(part.children()):
+            if part.weight.numel() != head_dim:
+                raise ConfigError(
+                    f"{name} of this model is a norm of all heads at once, which ranks with some heads cannot compute.",
+                    hint="Use parallel.tensor 1.",
+                )
             plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)  # [B, T, heads, D], by heads
         elif isinstance(part, torch.nn.Linear):
             if names & _COLUMNS:

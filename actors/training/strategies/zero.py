@@ -42,8 +42,9 @@ class ZeroEngine:
         self._deepspeed = _deepspeed(place)
         self._alone = not torch.distributed.is_initialized()
         if self._alone:  # DeepSpeed asks for a process group of one, too
+            backend = "nccl" if place.device.type == "cuda" else "gloo"
             torch.distributed.init_process_group(
-                "gloo", store=torch.distributed.HashStore(), rank=0, world_size=place.world_size
+                backend, store=torch.distributed.HashStore(), rank=0, world_size=place.world_size
             )
         self._deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
         self._mesh = mesh.build(layout, place.device)["shard"]

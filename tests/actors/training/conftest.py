@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.actors.training.small import VOCABULARY, packed_rows
 
@@ -35,6 +35,29 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("tiny-llama")
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder: 2 layers of 8 experts each, of which a token takes 2; many get none in a row of 24 tokens."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        vocab_size=VOCABULARY,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("tiny-mixture")
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.training import engine
 from actors.training.config import TrainConfig
@@ -15,31 +14,7 @@ from actors.training.engine import Place
 from actors.training.layout import Layout
 from app.bench.gang import Gang
 from tests.actors.training.equivalence import Trace, assert_equal, follow, mesh_settings
-from tests.actors.training.small import HERE, VOCABULARY
-
-
-@pytest.fixture(scope="module")
-def tiny_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder: 2 layers of 8 experts each, of which a token takes 2; many get none in a row of 24 tokens."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        vocab_size=VOCABULARY,
-        initializer_range=0.2,
-    )
-    folder = tmp_path_factory.mktemp("tiny-mixture")
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
-
+from tests.actors.training.small import HERE
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

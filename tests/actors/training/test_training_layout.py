@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from actors.training.config import ParallelConfig
+from actors.training.config import ParallelConfig, TrainConfig
 from actors.training.layout import AXES, Layout
 
 sizes = st.integers(min_value=1, max_value=3)
@@ -51,3 +51,22 @@ def config(strategy: str, workers: int, **axes: object) -> ParallelConfig:
 def test_what_does_not_compose_is_refused_with_the_reason(axes: dict[str, object], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         ParallelConfig.model_validate({"workers": {"min": 4, "max": 4}, **axes})
+
+
+def test_an_odd_size_is_refused_and_not_taken_for_another() -> None:
+    for size in (True, "two", 0, -2, 2.5, None):
+        with pytest.raises(ValidationError, match=r"parallel.tensor|tensor"):
+            ParallelConfig.model_validate({"tensor": size, "workers": {"min": 2, "max": 2}})
+    for workers in ({"min": True}, {"max": 0}, {"min": 3, "max": 2}, 2):
+        with pytest.raises(ValidationError):
+            ParallelConfig.model_validate({"workers": workers})
+
+
+def test_a_batch_that_workers_do_not_divide_is_told_what_they_would() -> None:
+    with pytest.raises(ValidationError, match=r"not divisible by 3 data-parallel .* make it a multiple of 12"):
+        TrainConfig.model_validate(
+            {
+                "parallel": {"workers": {"min": 1, "max": 3}},
+                "optimizer": {"global_batch_size": 4, "micro_batch_size": 2},
+            }
+        )

@@ -129,7 +129,7 @@ def test_a_shape_is_read_from_headers(tmp_path: Path) -> None:
         {f"{name}.weight": np.zeros(size, np.float32) for name, size in sizes.items()}, tmp_path / "model.safetensors"
     )
     facts = {"num_hidden_layers": 1, "hidden_size": 4, "num_attention_heads": 2, "vocab_size": 10}
-    (tmp_path / "config.json").write_text(json.dumps({**facts, "tie_word_embeddings": True}))
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "model_type": "llama", "tie_word_embeddings": True}))
     shape = read(tmp_path)
     assert shape.parameters == 40 + 24 + 4
     assert shape.matrices == (("model.layers.0.mlp.up_proj", 6, 4),)
