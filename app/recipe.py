@@ -63,16 +63,6 @@ class Recipe(TrainConfig):
         return self
 
 
-def require_whole_turn(recipe: Recipe) -> None:
-    """Refuse a recipe whose run can be trained but not evaluated and registered; `ConfigError` says how to train it."""
-    if recipe.adapter.kind == "none":
-        raise ConfigError(
-            "adapter.kind none trains the whole model; evaluation, registry and serving take adapters of a base.",
-            hint="Train with --no-evaluate and write the model with `flywheel checkpoint export`, or set "
-            "adapter.kind=lora.",
-        )
-
-
 def load(reference: str | Path, assignments: Sequence[str] = ()) -> Recipe:
     """The recipe in a file, or the shipped one of that name, with `a.b=c` assignments applied."""
     path = find(reference)

@@ -114,6 +114,9 @@ def require_signed(model: StoredModel, home: Home, verifier: Verifier) -> None:
     what = f"{_KIND_NAMES[model.kind]} {model.name}"
     signature = signature_of(model.path, home)
     verifier.require(model.path, home, what=what, digest=model.digest, signature=signature)
+    if model.path.is_relative_to(home.versions) and not model.digest.startswith(model.path.name):
+        # A version's folder is named after what was registered: another one in its place may well be signed.
+        raise signing.SignatureError(what, "changed", f"its folder is that of {model.path.name}, its digest another")
 
 
 def signature_of(folder: Path, home: Home) -> Path:

@@ -1,4 +1,4 @@
-"""Batch inference with vLLM: one engine, the base and its adapters in it, for as long as a suite runs.
+"""Batch inference with vLLM: one engine, a model and its adapters in it, for as long as a suite runs.
 
 It is the engine that will serve, with the same mends: vLLM loads them itself, by their entry point. That they are
 there, nobody has to believe: `parity` shows it. It knows prompts and adapters' folders; it knows nothing about
@@ -20,7 +20,7 @@ from actors.evaluation.parity import (
     ParityCase,
     ParityReference,
     ParityVerdict,
-    adapter_reference,
+    candidate_reference,
     compare,
     reference,
 )
@@ -57,7 +57,7 @@ class BatchEngine:
     ) -> None:
         """`adapters` by name: folders as PEFT saves them. `home`: whose keys are trusted.
 
-        Raises `SignatureError` if nobody who is trusted vouches for the base, or for a registered adapter.
+        Raises `SignatureError` if nobody who is trusted vouches for the model, or for a registered adapter.
         """
         require_signed(model, home, Verifier())
         for name, path in adapters.items():
@@ -91,7 +91,7 @@ class BatchEngine:
     def answer(
         self, conversations: Sequence[list[Message]], candidates: Sequence[str | None], *, max_new_tokens: int
     ) -> Answered:
-        """Greedy answers. `candidates[i]` names the adapter that answers `conversations[i]`; None is the base."""
+        """Greedy answers. `candidates[i]` names the adapter that answers `conversations[i]`; None is the model."""
         from vllm import SamplingParams
 
         began = monotonic()
@@ -125,21 +125,26 @@ class BatchEngine:
         return taken
 
     def parity(self, model: StoredModel, home: Home) -> ParityVerdict:
-        """Whether this engine's base computes what the trainer computes: all cases in one batch, then each alone."""
+        """Whether this engine's model computes what the trainer computes: all cases in one batch, then each alone."""
         expected = reference(model, home)
         together = compare(expected, self.observe(expected.cases), self._dtype)
         if not together.passed:
             return together
         return compare(expected, [self.observe([case])[0] for case in expected.cases], self._dtype)
 
-    def adapter_parity(
-        self, model: StoredModel, name: str, conversations: Sequence[list[Message]], max_mean_nats: float | None = None
+    def candidate_parity(
+        self,
+        model: StoredModel,
+        name: str | None,
+        conversations: Sequence[list[Message]],
+        max_mean_nats: float | None = None,
     ) -> ParityVerdict:
-        """Whether the adapter `name` on `model` computes here what it does in the trainer's forward.
+        """Whether the adapter `name` on `model`, or `model` itself, computes here what the trainer's forward does.
 
-        The cases come in one batch in which every other request is the base's, then each alone.
+        The cases come in one batch in which every other request is the model's, then each alone.
         """
-        expected: ParityReference = adapter_reference(model, self._folders[name], conversations)
+        adapter = None if name is None else self._folders[name]
+        expected: ParityReference = candidate_reference(model, adapter, conversations)
         doubled = [case for case in expected.cases for _ in range(2)]
         mixed = self.observe(doubled, [name, None] * len(expected.cases))[::2]
         together = compare(expected, mixed, self._dtype, max_mean_nats)
@@ -149,7 +154,7 @@ class BatchEngine:
         return compare(expected, alone, self._dtype, max_mean_nats)
 
     def observe(self, cases: Sequence[ParityCase], candidates: Sequence[str | None] | None = None) -> list[Observed]:
-        """What `candidates[i]` (None: the base) says of `cases[i]`, all in one batch."""
+        """What `candidates[i]` (None: the model) says of `cases[i]`, all in one batch."""
         from vllm import SamplingParams
 
         outputs = self._llm.generate(

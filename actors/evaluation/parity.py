@@ -5,8 +5,8 @@ give nearly the same log-probabilities for the same prompt tokens (its prefill),
 same tokens (its decode) where the reference leaves no doubt. Texts alone prove nothing either way: bfloat16 may
 turn a near tie, as of the first word about the capital of France (0.1 nats apart in SmolLM2), into another answer.
 
-The same is asked of an engine with an adapter, with held-out prompts in place of the fixed texts: what a candidate
-learned shows on its task. The comparison is pure; only the references know torch. This module knows no engine: who
+The same is asked of an engine with a candidate, with held-out prompts in place of the fixed texts: what it learned
+shows on its task. The comparison is pure; only the references know torch. This module knows no engine: who
 has one asks it.
 """
 
@@ -37,9 +37,9 @@ NEW_TOKENS = 32
 SURE_NATS = 1.0
 """A greedy token that leads the next by more than this cannot flip by rounding."""
 
-ADAPTER_CASES = 4
-ADAPTER_NEW_TOKENS = 16
-ADAPTER_PROMPT_TOKENS = 512
+CANDIDATE_CASES = 4
+CANDIDATE_NEW_TOKENS = 16
+CANDIDATE_PROMPT_TOKENS = 512
 
 TOLERANCE_NATS: dict[Dtype, float] = {"bfloat16": 0.12, "float16": 0.03, "float32": 0.001}
 """Largest mean |Δ log p| over the prompts' tokens that rounding explains.
@@ -139,14 +139,18 @@ def reference(model: StoredModel, home: Home) -> ParityReference:
     return made
 
 
-def adapter_reference(model: StoredModel, adapter: Path, conversations: Sequence[list[Message]]) -> ParityReference:
-    """What `model` with the PEFT folder `adapter` says of the first `ADAPTER_CASES` conversations that are short.
+def candidate_reference(
+    model: StoredModel, adapter: Path | None, conversations: Sequence[list[Message]]
+) -> ParityReference:
+    """What `model`, with the PEFT folder `adapter` if there is one, says of the first `CANDIDATE_CASES` conversations
+    that are short.
 
-    One float32 forward of both, as the trainer's: transformers' model with PEFT's layers around it. Made afresh each
-    time, in a few seconds for 135M parameters. An adapter that is sure of nothing is compared on its prompts alone.
-    Where no conversation is short, the fixed texts stand in.
+    One float32 forward, as the trainer's: transformers' model, with PEFT's layers around it. Made afresh each time, in
+    a few seconds for 135M parameters. A candidate that is sure of nothing is compared on its prompts alone. Where no
+    conversation is short, the fixed texts stand in.
     """
-    return ParityReference(model.digest, _forward(model.path, conversations, ADAPTER_NEW_TOKENS, adapter))
+    cases = _forward(model.path, conversations, CANDIDATE_NEW_TOKENS, adapter, most=CANDIDATE_CASES)
+    return ParityReference(model.digest, cases)
 
 
 def longest_run(flags: Sequence[bool]) -> tuple[int, int]:
@@ -171,15 +175,21 @@ def _kept(path: Path) -> ParityReference | None:
 
 
 def _forward(
-    folder: Path, asked: Sequence[str] | Sequence[list[Message]], new_tokens: int, adapter: Path | None = None
+    folder: Path,
+    asked: Sequence[str] | Sequence[list[Message]],
+    new_tokens: int,
+    adapter: Path | None = None,
+    *,
+    most: int | None = None,
 ) -> list[ParityCase]:
+    """The cases of all that is `asked`; or of the first `most` that are short, and of the fixed texts if none is."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     prompts = [_encode(tokenizer, one) for one in asked]
-    if adapter is not None:
-        prompts = [prompt for prompt in prompts if len(prompt) <= ADAPTER_PROMPT_TOKENS][:ADAPTER_CASES]
+    if most is not None:
+        prompts = [prompt for prompt in prompts if len(prompt) <= CANDIDATE_PROMPT_TOKENS][:most]
         prompts = prompts or [_encode(tokenizer, text) for text in TEXTS]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     if adapter is not None:

@@ -37,6 +37,7 @@ def run(
         from app.pipelines import serve  # imports ray and vllm
         from deployments.application import deploy_config
 
+    settings = serve.resolved(settings, home)  # a version that cannot be served is refused before anything starts
     if print_config:
         deployed = deploy_config(settings)
         show(deployed, lambda to: _write(to, yaml.safe_dump(deployed, sort_keys=False)), as_json=as_json)

@@ -6,6 +6,7 @@ models → data → train → evaluate → register → serve → index → sear
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 
 from actors.data.build import build
@@ -63,12 +64,25 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
         )
     if recipe.registration is None:
         raise ConfigError(f"The demo needs a `register` section; {recipe.name!r} has none.", hint="Add it.")
+    if recipe.adapter.kind == "none":
+        raise ConfigError(
+            "The demo serves a base and an adapter of it side by side; adapter.kind none makes a whole model.",
+            hint="`flywheel train` evaluates and registers one; `flywheel serve` with serve.llm.model=NAME@ALIAS "
+            "serves it.",
+        )
+    if Path(serving.llm.model).name.lower() != Path(recipe.model.base).name.lower():
+        raise ConfigError(
+            f"The demo serves what it trains on; serve.llm.model is {serving.llm.model!r}, model.base "
+            f"{recipe.model.base!r}.",
+            hint="Name the same model in both.",
+        )
     # Said now, not after five minutes of training.
     require_free_port(serving.gateway.host, serving.gateway.port)
     began = monotonic()
 
     with connected() as session, ground(recipe, home, display) as standing:
         with display.stage("models"):
+            stages.require_kind(standing)
             base, _ = stages.models(standing, recipe.model.base, serving.embedding.model)
         with display.stage("data"):
             data = stages.data(standing, base)

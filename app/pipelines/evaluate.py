@@ -40,6 +40,10 @@ def run(recipe: Recipe, home: Home, display: Display, *, reference: str | None, 
     with connected(), ground(recipe, home, display) as standing:
         found = standing.registry.show(reference)
         version = found.version
+        if version.kind == "embedder":
+            raise ConfigError(
+                f"{version.id} is an embedder; the suites ask for text.", hint="Name an adapter or a whole model."
+            )
         champion = stages.champion(standing, version.name)
         with display.stage("models"):
             (base,) = stages.models(standing, version.base)
@@ -53,7 +57,7 @@ def run(recipe: Recipe, home: Home, display: Display, *, reference: str | None, 
             report = evaluate(
                 recipe.evaluate,
                 base=base,
-                adapters={stages.CANDIDATE: home.versions / version.path},
+                candidate=stages.candidate(version.kind, home.versions / version.path),
                 examples=cases,
                 home=home,
                 champion=champion,

@@ -10,13 +10,14 @@ import logging
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from actors.data.build import build
 from actors.data.examples import ChatExample, read
 from actors.data.prepare import prepare
 from actors.data.version import DataVersion
-from actors.evaluation.evaluate import Champion
+from actors.evaluation.evaluate import Candidate, Champion
 from actors.evaluation.evaluate import evaluate as run_suites
 from actors.evaluation.parity import Dtype
 from actors.evaluation.report import EvaluationReport
@@ -36,22 +37,24 @@ from actors.registry.facts import (
     VersionFact,
 )
 from actors.registry.rules import LEGAL
+from actors.registry.snapshot import Kind
 from actors.registry.views import RunView
+from actors.training.checkpoint import manifest
+from actors.training.checkpoint.storage import open_storage
 from actors.training.control import Incident
 from actors.training.controller import TrainingResult, new_run_id
 from actors.training.controller import train as run_training
+from actors.training.fit import resources_per_worker
 from actors.training.shape import read as read_shape
 from app.pipelines import calibration
 from app.pipelines.provenance import code_commit, lock_digest
-from app.pipelines.resume import flat, taken_up
+from app.pipelines.resume import flat, require_checkpoints, taken_up
 from app.recipe import Recipe
 from cluster.errors import ConfigError, DependencyError, FlywheelError, RequestError
 from cluster.models import StoredModel, obtain
 from cluster.progress import Progress, Sink
 from cluster.storage import Home
 from cluster.tracking import Tracker
-
-CANDIDATE = "adapter"
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +129,7 @@ def held_out(ground: Ground, examples: DataVersion) -> list[ChatExample]:
 
 
 def train(ground: Ground, base: StoredModel, data: Data, *, resume: RunView | None = None) -> TrainingResult:
-    """Train the recipe's adapter; the run is in the registry from its first moment to its end, however it ends.
+    """Train what the recipe says; the run is in the registry from its first moment to its end, however it ends.
 
     `resume` is the run to go on with; `ConfigError` with the differences if the recipe is not the one it began with.
     """
@@ -150,16 +153,8 @@ def train(ground: Ground, base: StoredModel, data: Data, *, resume: RunView | No
             protected=partial(registry.needed_checkpoints, run_id),
             on_incident=partial(_record_incident, registry, run_id),
         )
-    except KeyboardInterrupt as stopped:
-        verdict = str(stopped) or "stopped by its user"
-        end_run(ground, tracking_run, RunEnded(run_id=run_id, status="stopped", verdict=verdict))
-        raise
-    except FlywheelError as error:
-        end_run(ground, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=error.message))
-        raise
     except BaseException as error:
-        verdict = f"{type(error).__name__}: {error}"
-        end_run(ground, tracking_run, RunEnded(run_id=run_id, status="failed", verdict=verdict))
+        _end_by(ground, tracking_run, run_id, error)
         raise
     verdict = f"{result.steps} steps, loss {result.loss_first:.3f} → {result.loss_last:.3f}"
     end_run(ground, tracking_run, RunEnded(run_id=run_id, status="completed", verdict=verdict))
@@ -167,25 +162,43 @@ def train(ground: Ground, base: StoredModel, data: Data, *, resume: RunView | No
     return result
 
 
+def _end_by(ground: Ground, tracking_run: str | None, run_id: str, error: BaseException) -> None:
+    """Record that `error` ended the run. A registry that is away then must not be what its user is told instead."""
+    if isinstance(error, KeyboardInterrupt):
+        ended = RunEnded(run_id=run_id, status="stopped", verdict=str(error) or "stopped by its user")
+    else:
+        verdict = error.message if isinstance(error, FlywheelError) else f"{type(error).__name__}: {error}"
+        ended = RunEnded(run_id=run_id, status="failed", verdict=verdict)
+    try:
+        end_run(ground, tracking_run, ended)
+    except FlywheelError as away:
+        logger.warning("the registry does not know that run %s has %s: %s", run_id, ended.status, away)
+
+
 def _calibrate(ground: Ground, base: StoredModel, result: TrainingResult) -> None:
     """Let the next plan know how fast this run was; a model whose shape cannot be read teaches it nothing."""
     recipe = ground.recipe
     try:
         shape = read_shape(base.path)
-        speed = result.tokens_per_s
         calibration.record(
-            ground.home, recipe, shape, length=recipe.data.max_length, tokens_per_s=speed, run=result.run_id
+            ground.home,
+            recipe,
+            shape,
+            length=recipe.data.max_length,
+            tokens_per_s=result.tokens_per_s,
+            run=result.run_id,
+            on_gpu="GPU" in resources_per_worker(recipe),
         )
     except (OSError, ValueError, KeyError) as error:
         logger.warning("run %s says nothing of the machine's speed: %s", result.run_id, error)
 
 
 def evaluate(ground: Ground, base: StoredModel, data: Data, result: TrainingResult) -> EvaluationReport:
-    """Measure base, champion and adapter on the held-out examples, in one engine, and ask the gate."""
+    """Measure base, champion and what the run made on the held-out examples, and ask the gate."""
     report = run_suites(
         ground.recipe.evaluate,
         base=base,
-        adapters={CANDIDATE: result.adapter},
+        candidate=candidate(made(ground.recipe), result.adapter),
         examples=data.held_out,
         home=ground.home,
         champion=champion(ground, ground.recipe.registration.name) if ground.recipe.registration else None,
@@ -217,7 +230,32 @@ def champion(ground: Ground, name: str) -> Champion | None:
         if error.status != 404:
             raise
         return None
-    return Champion(standing.id, ground.home.versions / standing.path, standing.base_digest)
+    path = ground.home.versions / standing.path
+    return Champion(standing.id, path, standing.base_digest, whole=standing.kind == "model")
+
+
+def candidate(kind: Kind, path: Path) -> Candidate:
+    """The adapter or whole model in the folder `path`, as evaluation takes it."""
+    return Candidate(kind, path, whole=kind == "model")
+
+
+def made(recipe: Recipe) -> Literal["adapter", "model"]:
+    """What a run of `recipe` makes, as the registry calls it."""
+    return "model" if recipe.adapter.kind == "none" else "adapter"
+
+
+def require_kind(ground: Ground) -> None:
+    """`ConfigError` now, not after the training, if the name to register under holds versions of another kind."""
+    wanted, kind = ground.recipe.registration, made(ground.recipe)
+    if wanted is None:
+        return
+    known = next((model for model in ground.registry.list() if model.name == wanted.name), None)
+    if known is not None and known.kind != kind:
+        raise ConfigError(
+            f"register.name {wanted.name!r} holds versions of kind {known.kind}; "
+            f"adapter.kind {ground.recipe.adapter.kind} makes one of kind {kind}.",
+            hint=f"Register it under another name: --set register.name={wanted.name}-{kind}.",
+        )
 
 
 def serving_dtype(recipe: Recipe) -> Dtype:
@@ -228,7 +266,7 @@ def serving_dtype(recipe: Recipe) -> Dtype:
 def register(
     ground: Ground, base: StoredModel, data: Data, result: TrainingResult, report: EvaluationReport
 ) -> Registration:
-    """Make the adapter a version, give it the gate's verdict, and move the recipe's alias to it if that allows it."""
+    """Make a version of what the run made, give it the gate's verdict, and move the alias if that allows it."""
     wanted = ground.recipe.registration
     if wanted is None:
         raise ConfigError("This recipe has no `register` section.", hint="Add `register: {name: …}`.")
@@ -236,7 +274,7 @@ def register(
     version = ground.registry.register(
         VersionFact(
             name=wanted.name,
-            kind="adapter",
+            kind=made(ground.recipe),
             source_path=result.adapter,
             base=base.name,
             base_digest=base.digest,
@@ -329,6 +367,9 @@ def _run(ground: Ground, base: StoredModel, data: Data) -> RunFact:
 def _taken_up(ground: Ground, base: StoredModel, data: Data, view: RunView) -> RunFact:
     settings = ground.recipe.model_dump(mode="json", by_alias=True)
     run = taken_up(view, settings, name=ground.recipe.name, base_digest=base.digest, data_version=data.tokens.id)
+    storage = open_storage(ground.home, run.id, ground.recipe.checkpoint.storage)
+    last = manifest.latest(storage)
+    require_checkpoints(view, last.step if last else None, storage.uri)
     if (commit := code_commit()) != run.code_commit:
         run = run.model_copy(update={"changes": run.changes | {"code": f"{run.code_commit} → {commit}"}})
     return run

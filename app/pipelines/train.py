@@ -5,13 +5,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from actors.evaluation.report import EvaluationReport
+from actors.training import support
 from actors.training.controller import TrainingResult
+from actors.training.fit import require_room, resources_per_worker
 from app.display import Display
 from app.pipelines import stages
 from app.pipelines.registry import mirrored
 from app.pipelines.resume import require_choice
 from app.pipelines.stages import Data, Ground, Registration
-from app.recipe import Recipe, require_whole_turn
+from app.recipe import Recipe
 from app.session import connected
 from cluster.models import StoredModel
 from cluster.storage import Home
@@ -51,14 +53,16 @@ def run(
     `resume` is the id of the run to go on with; without it and without `new`, a run of the recipe's name that is not
     completed is a `ConfigError`.
     """
-    if evaluate:
-        require_whole_turn(recipe)
     with connected(), ground(recipe, home, display) as standing:
+        require_room(recipe, resources_per_worker(recipe))  # said now, not after the data is prepared
         earlier = standing.registry.run(resume) if resume is not None else None
+        if evaluate:
+            stages.require_kind(standing)
         if earlier is None and not new:
             require_choice(recipe.name, standing.registry.runs())
         with display.stage("models"):
             (base,) = stages.models(standing, recipe.model.base)
+            support.require(recipe, support.shape_of(base.path))  # and not in a worker
         with display.stage("data"):
             data = stages.data(standing, base)
         with display.stage("train"):

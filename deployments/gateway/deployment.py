@@ -37,7 +37,8 @@ class Gateway:
         feed = SnapshotFeed(RegistryHandle(patience_s=REGISTRY_PATIENCE_S), poll_s=config.gateway.snapshot_poll_s)
         self._parts = Parts(
             served=Served(
-                llm=served_name(config.llm.model) if config.llm else None,
+                llm=config.llm.served_as if config.llm else None,
+                llm_version=config.llm.version if config.llm else None,
                 embedder=served_name(config.embedding.model) if config.embedding else None,
                 max_model_len=config.llm.max_model_len if config.llm else None,
                 started=int(time.time()),

@@ -1,6 +1,6 @@
 """Which model a name means, and the cards of `/v1/models`. Pure: works on a snapshot, asks nobody.
 
-smollm2-135m-instruct                          the base
+smollm2-135m-instruct                          the base; a registered whole model is served as one, by its own name
 smollm2-135m-instruct:error-triage             the adapter that alias `champion` stands at, or one of several by
                                                their shares of its traffic
 smollm2-135m-instruct:error-triage@candidate   … that another alias stands at
@@ -29,6 +29,8 @@ class Served:
     max_model_len: int | None = None
     started: int = 0
     """Unix time; OpenAI's cards want one."""
+    llm_version: str | None = None
+    """The registered version that `llm` is, if it is one."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,13 @@ def generator(served: Served, snapshot: Snapshot, name: str, *, key: str | None 
     if served.llm is None or base != served.llm:
         raise _unknown(name, _names(served))
     if not colon:
-        return Target(model=base, version=base)
+        return Target(model=base, version=served.llm_version or base)
     try:
         route = resolve(snapshot, reference, key=key)
     except RequestError as error:
         raise _unknown(name, [], hint=error.hint) from None
     if not _fits(served, route):
-        raise _unknown(name, [], hint=f"{route.id} is a {route.kind} on {served_name(route.base)}.")
+        raise _unknown(name, [], hint=_elsewhere(route))
     return Target(
         model=f"{base}:{route.id}",
         version=route.id,
@@ -119,7 +121,14 @@ def card(served: Served, snapshot: Snapshot, name: str) -> dict[str, Any]:
 
 
 def _fits(served: Served, route: Route) -> bool:
-    return route.kind == "adapter" and served_name(route.base) == served.llm
+    # A registered model may be called as the base that it came from; adapters of that base are not for its weights.
+    return route.kind == "adapter" and served.llm_version is None and served_name(route.base) == served.llm
+
+
+def _elsewhere(route: Route) -> str:
+    if route.kind == "model":
+        return f"{route.id} is a whole model, a base of its own: `flywheel serve` with serve.llm.model={route.id}."
+    return f"{route.id} is an {route.kind} on {served_name(route.base)}."
 
 
 def _names(served: Served) -> list[str]:

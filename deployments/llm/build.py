@@ -10,7 +10,6 @@ from ray.serve.llm import LLMConfig as RayLLMConfig
 from ray.serve.llm import build_llm_deployment
 
 from cluster import environment
-from cluster.models import served_name
 from deployments.llm.config import LLMConfig
 from deployments.llm.server import LLMDeployment
 
@@ -37,7 +36,7 @@ def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
     """`config` in Ray's words."""
     return RayLLMConfig(
         # The replica replaces the source by the folder that it has obtained on its own node.
-        model_loading_config={"model_id": served_name(config.model), "model_source": config.model},
+        model_loading_config={"model_id": config.served_as, "model_source": config.model},
         accelerator_config={"kind": "gpu" if gpu else "cpu"},
         placement_group_config=None if gpu else {"bundles": [{"CPU": config.threads}]},
         server_cls=LLMDeployment,

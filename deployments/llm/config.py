@@ -5,13 +5,19 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from cluster.config import Config
+from cluster.models import served_name
 
 
 class LLMConfig(Config):
     """One base model, served by vLLM with adapters on top."""
 
     model: str
-    """Registry name, Hugging Face id or path; the name that clients ask for is its last part."""
+    """Name in the model store, Hugging Face id or path; the name that clients ask for is its last part.
+
+    `flywheel serve` also takes a registered whole model, as `name@alias` or `name/3`: clients ask for `name`.
+    """
+    version: str | None = Field(default=None, pattern=r"^[^@/]+/[1-9][0-9]{0,8}$")
+    """The registered version whose folder `model` is. `flywheel serve` sets it; nobody else need."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     max_model_len: int = Field(default=2048, ge=64)
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = 16
@@ -25,6 +31,11 @@ class LLMConfig(Config):
     """OpenMP threads of one replica on CPU."""
     parity_check: bool = True
     """Compare the engine with the reference forward before the replica says it is ready."""
+
+    @property
+    def served_as(self) -> str:
+        """The name that clients ask for."""
+        return self.version.partition("/")[0] if self.version else served_name(self.model)
 
     @model_validator(mode="after")
     def _resident_covers_batch(self) -> Self:

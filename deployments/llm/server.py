@@ -140,8 +140,10 @@ class LLMDeployment(LLMServer):
 
     def _holdings(self) -> ServingReport:
         """Which versions this replica has brought in and can answer with: the lineage's last but two links."""
-        held = tuple(sorted(adapter.version for adapter in self._known.values()))
-        return ServingReport(source=self._source, node=self._node, holds=held)
+        held = sorted(adapter.version for adapter in self._known.values())
+        if self._settings.version is not None:
+            held.append(self._settings.version)
+        return ServingReport(source=self._source, node=self._node, holds=tuple(held))
 
     async def _generate(self, generation: Generation) -> AsyncIterator[Answer]:
         request = self._parse(generation)

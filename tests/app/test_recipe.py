@@ -25,13 +25,6 @@ def test_an_adapter_the_engine_could_not_load_is_refused() -> None:
         recipes.load("error-triage", ["adapter.r=32"])
 
 
-def test_a_run_of_the_whole_model_is_no_whole_turn() -> None:
-    recipes.require_whole_turn(recipes.load("error-triage"))
-    with pytest.raises(ConfigError, match="trains the whole model") as caught:
-        recipes.require_whole_turn(recipes.load("error-triage", ["adapter.kind=none"]))
-    assert "--no-evaluate" in str(caught.value.hint)
-
-
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match="global_batch_size 5 is not divisible by 2 data-parallel workers"):
         recipes.load("error-triage", ["optimizer.global_batch_size=5"])

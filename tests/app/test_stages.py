@@ -5,12 +5,15 @@ from typing import cast
 
 import pytest
 
+from actors.data.version import DataVersion
 from actors.registry.client import RegistryClient
-from actors.registry.facts import RunEnded
+from actors.registry.facts import RunEnded, RunFact
 from actors.registry.views import VersionView
+from actors.training.fit import StoppedRun
 from app import recipe as recipes
 from app.pipelines import stages
-from cluster.errors import DependencyError, RequestError
+from cluster.errors import DependencyError, RequestError, TrainingError
+from cluster.models import StoredModel
 from cluster.progress import silent
 from cluster.storage import Home
 from cluster.tracking import MemoryTracker, TrackedStatus
@@ -73,6 +76,49 @@ def test_a_tracker_that_is_there_gets_settings_and_end(tmp_path: Path) -> None:
     shown = tracker.run(run)
     assert shown.params["optimizer.learning_rate"] == "0.1"
     assert shown.status == "stopped"
+
+
+def test_what_ended_a_run_is_told_also_when_the_registry_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that the registry has gone."""
+
+    class Gone(Ends):
+        def begin_run(self, fact: RunFact) -> RunFact:
+            return fact
+
+        def needed_checkpoints(self, run_id: str) -> dict[int, str]:
+            return {}
+
+        def end_run(self, fact: RunEnded) -> RunEnded:
+            super().end_run(fact)
+            raise DependencyError("The registry does not answer.")
+
+    version = DataVersion(
+        name="errors", digest="d" * 64, stage="tokens", shape="chat", parent=None, splits={}, quarantined={},
+        dropped={}, config={}, fingerprint="", created_at="2026-01-01T00:00:00Z",
+    )  # fmt: skip
+    prepared = stages.Data(version, version, [])
+
+    def lost(*_: object, **__: object) -> None:
+        raise TrainingError("Rank 1 of 2 died.")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise StoppedRun("stopped by SIGTERM after step 7, which is saved")
+
+    registry = Gone()
+    standing = ground(MemoryTracker(), registry, tmp_path)
+    base = StoredModel("smol", tmp_path, "b" * 64, "causal-lm", "here", "t" * 64)
+    monkeypatch.setattr(stages, "run_training", lost)
+    with pytest.raises(TrainingError, match="Rank 1"):
+        stages.train(standing, base, prepared)
+    monkeypatch.setattr(stages, "run_training", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="after step 7"):
+        stages.train(standing, base, prepared)
+    assert [(ended.status, ended.verdict) for ended in registry.heard] == [
+        ("failed", "Rank 1 of 2 died."),
+        ("stopped", "stopped by SIGTERM after step 7, which is saved"),
+    ]
 
 
 def test_without_an_alias_there_is_no_champion(tmp_path: Path) -> None:

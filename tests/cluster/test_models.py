@@ -162,6 +162,17 @@ def test_a_version_is_not_signed_anew_by_naming_its_folder(empty_home: Home) -> 
     assert not list(empty_home.models.glob("*.sig"))
 
 
+def test_another_signed_version_in_its_place_is_not_loaded(empty_home: Home) -> None:
+    """Its folder says what was registered, and `obtain` believes what it finds there."""
+    scratch = write_model(empty_home.versions / "triage" / "0123456789ab")
+    folder = scratch.rename(scratch.with_name(digest_folder(scratch)[:12]))
+    sign(folder, empty_home)
+    require_signed(obtain(str(folder), empty_home), empty_home, Verifier())
+    write_model(folder, seed=1)
+    sign(folder, empty_home)
+    assert refusal(obtain(str(folder), empty_home), empty_home) == "changed"
+
+
 def test_a_folder_with_links_is_refused(tmp_path: Path, empty_home: Home) -> None:
     folder = write_model(tmp_path / "m")
     (folder / "vocab.json").symlink_to(folder / "tokenizer.json")

@@ -13,8 +13,8 @@ from actors.data.examples import ChatExample
 from actors.data.rows import Message
 from actors.evaluation.config import BudgetConfig, EvaluateConfig, GateConfig
 from actors.evaluation.engine import Answered, BatchEngine, worker_environment
-from actors.evaluation.evaluate import Champion, evaluate
-from actors.evaluation.parity import TOLERANCE_NATS, Dtype, Observed, adapter_reference, compare, reference
+from actors.evaluation.evaluate import Candidate, Champion, evaluate
+from actors.evaluation.parity import TOLERANCE_NATS, Dtype, Observed, candidate_reference, compare, reference
 from cluster.errors import ConfigError
 from cluster.models import StoredModel, obtain
 from cluster.progress import Progress
@@ -128,8 +128,8 @@ def test_an_adapter_is_computed_as_the_trainer_computes_it(
 ) -> None:
     """In float32, where nothing is put down to rounding. The same engine without it is found out at once."""
     exact = start(base, adapters, home, dtype="float32")
-    verdict = ray.get(exact.adapter_parity.remote(base, "one", chats()))
-    expected = adapter_reference(base, adapters["one"], chats())
+    verdict = ray.get(exact.candidate_parity.remote(base, "one", chats()))
+    expected = candidate_reference(base, adapters["one"], chats())
     left_out = compare(expected, ray.get(exact.observe.remote(expected.cases)), "float32")
     swapped = compare(expected, ray.get(exact.observe.remote(expected.cases, ["two"] * len(expected.cases))), "float32")
     ray.kill(exact)
@@ -162,7 +162,7 @@ def test_evaluate_reports_everyone_and_keeps_every_answer(
     report = evaluate(
         EvaluateConfig(max_cases=3, max_new_tokens=8, gate=GateConfig(budget=budget)),
         base=base,
-        adapters={"one": adapters["one"]},
+        candidate=Candidate("one", adapters["one"]),
         examples=examples,
         home=home,
         champion=Champion("words/1", adapters["two"], base.digest),
@@ -190,9 +190,15 @@ def test_evaluate_reports_everyone_and_keeps_every_answer(
     assert (seen[-1].done, seen[-1].total) == (9, 9)
 
 
-def test_two_candidates_are_refused_before_an_engine_starts(
+def test_a_candidate_may_not_be_called_as_the_others(
     ray_session: Session, base: StoredModel, adapters: dict[str, Path], home: Home
 ) -> None:
     example = ChatExample("1", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "g")
-    with pytest.raises(ConfigError, match="not 2"):
-        evaluate(EvaluateConfig(), base=base, adapters=adapters, examples=[example], home=home)
+    with pytest.raises(ConfigError, match="cannot be called 'champion'"):
+        evaluate(
+            EvaluateConfig(),
+            base=base,
+            candidate=Candidate("champion", adapters["one"]),
+            examples=[example],
+            home=home,
+        )

@@ -56,6 +56,17 @@ def test_a_champion_without_its_files_is_not_met_and_that_is_said(base: StoredMo
     assert "triage/3 lacks adapter_model.safetensors" in opponent.described
 
 
+def test_a_champion_that_is_a_whole_model_is_met_whatever_base_it_comes_from(base: StoredModel, tmp_path: Path) -> None:
+    """It has an engine of its own."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    champion = Champion("triage/3", folder, "e" * 64, whole=True)
+    assert choose_opponent(GATE, champion, base, CANDIDATE).champion == champion
+    (folder / "config.json").unlink()
+    assert "triage/3 lacks config.json" in choose_opponent(GATE, champion, base, CANDIDATE).described
+
+
 def test_a_champion_does_not_meet_itself(base: StoredModel, champion: Champion) -> None:
     opponent = choose_opponent(GATE, champion, base, champion.path)
     assert opponent.champion is None

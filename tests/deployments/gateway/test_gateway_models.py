@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,22 @@ def test_a_version_that_does_not_fit_the_base_is_neither_answered_nor_listed(oth
         generator(SERVED, known, "smol:triage")
     assert caught.value.status == 404
     assert [one["id"] for one in cards(SERVED, known)] == ["smol", "minilm"]
+
+
+def test_a_whole_model_beside_the_base_is_not_found_and_the_way_out_is_told() -> None:
+    known = snapshot(route("tickets", 3, kind="model"), aliases={"tickets@champion": 3})
+    with pytest.raises(RequestError) as caught:
+        generator(SERVED, known, "smol:tickets")
+    assert "serve.llm.model=tickets/3" in str(caught.value.hint)
+
+
+def test_a_served_version_answers_with_its_number_and_takes_no_adapters_of_other_weights() -> None:
+    """Not even if it was registered under the name of the base that it was trained from."""
+    served = replace(SERVED, llm_version="smol/2")
+    assert (generator(served, TWO, "smol").model, generator(served, TWO, "smol").version) == ("smol", "smol/2")
+    assert [one["id"] for one in cards(served, TWO)] == ["smol", "minilm"]
+    with pytest.raises(RequestError):
+        generator(served, TWO, "smol:triage")
 
 
 def test_text_and_vectors_are_not_mixed_up() -> None:
