@@ -170,7 +170,10 @@ class ElasticConfig(Config):
     stuck_after_s: float = Field(default=300.0, gt=0)
     """How long no worker may get anywhere before the one that the others wait for is named and the group restarted.
 
-    Longer than the longest step, the first one with its compilation included."""
+    Longer than the longest step."""
+    begin_within_s: float = Field(default=600.0, gt=0)
+    """The same, at least, until every worker of a new group has done a step: imports, the model, the first data,
+    compilation."""
 
 
 class TrainConfig(Config):

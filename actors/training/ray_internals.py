@@ -74,7 +74,8 @@ def environment(config: ElasticConfig) -> dict[str, str]:
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(config.notice_s),
         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": str(max(0.5, config.notice_s)),
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(config.start_timeout_s),
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(2 * config.stuck_after_s),  # our own word comes first
+        # Our own word comes first.
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(2 * max(config.stuck_after_s, config.begin_within_s)),
         "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(float(config.collective_timeout_s)),
     }
 
@@ -249,7 +250,10 @@ class RunWatch(ControllerCallback, WorkerGroupCallback):
             if self._preempted is not None and seen.waiting and not self._hastened:
                 self._hasten(self._preempted)
             if self._stuck is None and watchdog.is_stuck(
-                seen, group_age_s=now - self._began, after_s=self._config.stuck_after_s
+                seen,
+                group_age_s=now - self._began,
+                after_s=self._config.stuck_after_s,
+                begin_s=self._config.begin_within_s,
             ):
                 self._unstick(seen)
         except RayError as error:
@@ -453,8 +457,11 @@ class RunWatch(ControllerCallback, WorkerGroupCallback):
                 stacks[asked[ref]] = ray.get(ref)
             except RayError as error:
                 logger.info("rank %d does not show its stack: %s", asked[ref], error)
-        stuck = watchdog.blame(seen, stacks, every_s=self._config.notice_s)
-        self._stuck = verdicts.judge_stuck(stuck, stuck_after_s=self._config.stuck_after_s)
+        age_s = time.monotonic() - self._began
+        stuck = watchdog.blame(seen, stacks, group_age_s=age_s, every_s=self._config.notice_s)
+        self._stuck = verdicts.judge_stuck(
+            stuck, stuck_after_s=self._config.stuck_after_s, begin_within_s=self._config.begin_within_s
+        )
         for rank, stack in stacks.items():
             logger.warning("stuck after step %d, rank %d:\n%s", stuck.step, rank, stack.text)
             self._write(f"stuck-step-{stuck.step}-rank-{rank}.txt", stack.text)

@@ -159,18 +159,24 @@ def judge(
     return Verdict(kind, line, hint, mistake, first.mark, first.error)
 
 
-def judge_stuck(stuck: Stuck, *, stuck_after_s: float) -> Verdict:
+def judge_stuck(stuck: Stuck, *, stuck_after_s: float, begin_within_s: float) -> Verdict:
     """The verdict on a group in which nothing moves."""
-    hint = f"If a step may take so long, raise elastic.stuck_after_s above {stuck_after_s:g}."
+    if stuck.begun:
+        hint = f"If a step may take so long, raise elastic.stuck_after_s above {stuck_after_s:g}."
+    else:
+        least = max(stuck_after_s, begin_within_s)
+        hint = f"If imports, loading and the first step may take so long, raise elastic.begin_within_s above {least:g}."
     at = f"after step {stuck.step}, nothing for {stuck.for_s:.0f} s"
     if not stuck.suspects:
         line = f"All {stuck.workers} ranks wait for each other in a collective ({at})"
-        return Verdict("stuck", line, "Is the network between the nodes whole? " + hint)
+        return Verdict("stuck", line, "Is the network between the nodes whole? " + hint, mark="stuck: all")
     first = stuck.suspects[0]
     named = ranks([each.rank for each in stuck.suspects])
-    waits = f", and the other {stuck.workers - len(stuck.suspects)} wait for it" if stuck.workers > 1 else ""
+    others = stuck.workers - len(stuck.suspects)
+    waits = f", and the other {others} wait for it" if others else ""
     place = f" on node {first.node} (process {first.pid})"
-    line = f"{named} of {stuck.workers}{place} is stuck{waits} ({at}): {first.doing}"
+    verb = "is" if len(stuck.suspects) == 1 else "are"
+    line = f"{named} of {stuck.workers}{place} {verb} stuck{waits} ({at}): {first.doing}"
     return Verdict("stuck", line, hint, mark=f"stuck: {named}: {first.doing.split(' (')[0]}")
 
 

@@ -72,27 +72,42 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Stuck:
-    """Nothing has moved for `for_s`. `suspects` are empty where all of them wait for each other."""
+    """Nothing has moved for `for_s`. `suspects` are empty where all of them wait for each other.
+
+    `begun`: every worker of the group has done a step.
+    """
 
     for_s: float
     step: int
     workers: int
     suspects: tuple[Suspect, ...]
+    begun: bool
 
 
-def is_stuck(seen: Seen, *, group_age_s: float, after_s: float) -> bool:
-    """Whether no worker of the group has got anywhere for `after_s`."""
-    if seen.group is None or group_age_s <= after_s or seen.waiting:
+def begun(seen: Seen) -> bool:
+    """Whether every worker of the group has done its first step, so that imports, loading and compiling are over."""
+    assert seen.group is not None
+    beats = seen.heartbeats
+    return all(rank in beats and "step" in beats[rank][0].marks for rank in range(len(seen.group.members)))
+
+
+def is_stuck(seen: Seen, *, group_age_s: float, after_s: float, begin_s: float) -> bool:
+    """Whether no worker of the group has got anywhere for `after_s`; until all have `begun`, for `begin_s` at least."""
+    if seen.group is None or seen.waiting:
         return False
-    return all(beat.for_s + ago > after_s for beat, ago in seen.heartbeats.values())
+    return _idle_s(seen, group_age_s) > (after_s if begun(seen) else max(after_s, begin_s))
 
 
-def blame(seen: Seen, stacks: Mapping[int, Stack], *, every_s: float) -> Stuck:
+def _idle_s(seen: Seen, group_age_s: float) -> float:
+    """How long the worker that moved last has stood still. None of them can have done so for longer than the group."""
+    return min([group_age_s, *(beat.for_s + ago for beat, ago in seen.heartbeats.values())])
+
+
+def blame(seen: Seen, stacks: Mapping[int, Stack], *, group_age_s: float, every_s: float) -> Stuck:
     """Who holds the others up: who does not answer, else who is behind, else who does not wait in a collective."""
     assert seen.group is not None
     members = seen.group.members
     beats = seen.heartbeats
-    for_s = min((beat.for_s + ago for beat, ago in beats.values()), default=0.0)
     ranks = range(len(members))
 
     missing = [rank for rank in ranks if rank not in beats]
@@ -101,7 +116,7 @@ def blame(seen: Seen, stacks: Mapping[int, Stack], *, every_s: float) -> Stuck:
     busy = [rank for rank in ranks if rank in stacks and not stacks[rank].waits]
     apart = [rank for rank in behind if beats[rank][0].phase not in ("collective", "checkpoint", "wait")]
     for suspected in (missing, silent, behind if len(behind) < len(beats) else [], busy, apart):
-        if suspected and (len(suspected) < len(members) or len(members) == 1):
+        if suspected and (len(suspected) < len(members) or len(members) == 1 or suspected is missing):
             break
     else:
         suspected = []
@@ -120,7 +135,11 @@ def blame(seen: Seen, stacks: Mapping[int, Stack], *, every_s: float) -> Stuck:
         return Suspect(rank, node, pid, beat.step if beat else 0, beat.phase if beat else "start", doing)
 
     return Stuck(
-        for_s=for_s, step=seen.step, workers=len(members), suspects=tuple(suspect(rank) for rank in sorted(suspected))
+        for_s=_idle_s(seen, group_age_s),
+        step=seen.step,
+        workers=len(members),
+        suspects=tuple(suspect(rank) for rank in sorted(suspected)),
+        begun=begun(seen),
     )
 
 
