@@ -12,7 +12,7 @@ import torch.distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from actors.training import engine, mesh, optimizer
-from actors.training.config import TrainConfig
+from actors.training.config import ParallelConfig, TrainConfig
 from actors.training.engine import Engine, Place
 from actors.training.layout import Layout
 from actors.training.objectives import sft
@@ -32,9 +32,11 @@ class Trace:
 
 
 def mesh_settings(**changes: Any) -> TrainConfig:
-    """20 fp32 steps of 8 rows in micro-batches of one, clipped now and then; `changes` are whole sections."""
+    """20 fp32 steps of 8 rows in two micro-batches per rank, clipped now and then; `changes` are whole sections."""
+    parallel = ParallelConfig(**changes.get("parallel", {}))
+    micro = 8 // (parallel.workers.max // parallel.ranks_per_replica) // 2
     plain: dict[str, Any] = {
-        "optimizer": {"learning_rate": 5e-3, "global_batch_size": 8, "micro_batch_size": 1, "max_grad_norm": 0.25},
+        "optimizer": {"learning_rate": 5e-3, "global_batch_size": 8, "micro_batch_size": micro, "max_grad_norm": 0.25},
         "checkpoint": {"every_steps": STEPS},
         "steps": STEPS,
     }

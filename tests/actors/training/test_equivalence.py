@@ -16,17 +16,15 @@ from cluster.errors import ConfigError
 from tests.actors.training.equivalence import Trace, assert_equal, follow, mesh_settings
 from tests.actors.training.small import HERE, VOCABULARY
 
-BATCH = {"learning_rate": 5e-3, "global_batch_size": 8, "max_grad_norm": 0.25}
+TOP = {"activation_checkpointing", "compile", "optimizer", "precision", "steps"}
 
 
-def spread(workers: int, kind: str, micro: int = 1, steps: int = 20, **settings: Any) -> TrainConfig:
+def spread(workers: int, kind: str, **settings: Any) -> TrainConfig:
     """`settings` are of `parallel`, unless they are known at the top."""
-    top = {name: settings.pop(name) for name in ("activation_checkpointing", "compile", "precision") & settings.keys()}
+    top = {name: settings.pop(name) for name in TOP & settings.keys()}
     return mesh_settings(
         adapter={"kind": kind, "r": 4, "alpha": 8},
         parallel={"workers": {"min": workers, "max": workers}, **settings},
-        optimizer={**BATCH, "micro_batch_size": micro},
-        steps=steps,
         **top,
     )
 
@@ -55,7 +53,7 @@ def layouts(engine: Engine) -> dict[str, tuple[Any, ...]]:
         (2, {"strategy": "fsdp"}),
         (2, {"tensor": 2}),
         (4, {"strategy": "hsdp", "replicate": 2}),
-        (4, {"strategy": "fsdp", "tensor": 2, "micro": 4}),
+        (4, {"strategy": "fsdp", "tensor": 2}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
@@ -75,7 +73,7 @@ def test_a_mesh_learns_what_one_process_learns(
 def test_replicas_of_cut_matrices_learn_it_too(
     gang: Gang, tiny_base: Path, rows: pa.Table, alone: dict[str, Trace]
 ) -> None:
-    (found, lies), *_ = gang.run(4, follow, spread(4, "lora", 4, tensor=2), tiny_base, rows, layouts)
+    (found, lies), *_ = gang.run(4, follow, spread(4, "lora", tensor=2), tiny_base, rows, layouts)
     assert_equal(found, alone["lora"])
     pair = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     for part in ("weights", "exp_avg", "exp_avg_sq"):
@@ -86,14 +84,16 @@ def test_replicas_of_cut_matrices_learn_it_too(
 
 def test_accumulation_is_one_large_batch(tiny_base: Path, rows: pa.Table, alone: dict[str, Trace]) -> None:
     for kind in ("lora", "none"):
-        assert_equal(follow(HERE, spread(1, kind, micro=8), tiny_base, rows)[0], alone[kind])
+        for micro in (1, 8):
+            batch = {"learning_rate": 5e-3, "global_batch_size": 8, "micro_batch_size": micro, "max_grad_norm": 0.25}
+            assert_equal(follow(HERE, spread(1, kind, optimizer=batch), tiny_base, rows)[0], alone[kind])
 
 
 def test_activation_checkpointing_changes_nothing(
     gang: Gang, tiny_base: Path, rows: pa.Table, alone: dict[str, Trace]
 ) -> None:
     settings = {"strategy": "fsdp", "activation_checkpointing": True}
-    found, _ = gang.run(2, follow, spread(2, "none", 2, **settings), tiny_base, rows)
+    found, _ = gang.run(2, follow, spread(2, "none", **settings), tiny_base, rows)
     assert_equal(found[0], alone["none"])
 
 
@@ -110,7 +110,7 @@ def test_in_bf16_what_learns_stays_in_fp32(
     gang: Gang, tiny_base: Path, rows: pa.Table, alone: dict[str, Trace]
 ) -> None:
     for kind in ("lora", "none"):
-        config = spread(2, kind, 4, steps=4, strategy="fsdp", precision="bf16")
+        config = spread(2, kind, steps=4, strategy="fsdp", precision="bf16")
         (found, kinds), _ = gang.run(2, follow, config, tiny_base, rows, dtypes)
         assert kinds == {torch.float32}
         one, _ = follow(HERE, spread(1, kind, steps=4, precision="bf16"), tiny_base, rows)
@@ -125,8 +125,8 @@ def test_norms_of_heads_see_the_heads_of_all_ranks(gang: Gang, rows: pa.Table, t
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **sizes, **heads)).save_pretrained(tmp_path / "base")
-    one, _ = follow(HERE, spread(1, "none", 4, steps=5), tmp_path / "base", rows)
-    found, _ = gang.run(2, follow, spread(2, "none", 4, steps=5, tensor=2), tmp_path / "base", rows)
+    one, _ = follow(HERE, spread(1, "none", steps=5), tmp_path / "base", rows)
+    found, _ = gang.run(2, follow, spread(2, "none", steps=5, tensor=2), tmp_path / "base", rows)
     assert any("q_norm" in name for name in one.weights)
     assert_equal(found[0], one)
 

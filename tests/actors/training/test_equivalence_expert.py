@@ -21,7 +21,8 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 def _config(workers: int = 1, adapter: str = "none", targets: Any = ATTENTION, **axes: Any) -> TrainConfig:
     parallel = {"workers": {"min": workers, "max": workers}, **axes}
-    sizes = {"learning_rate": 1e-3, "global_batch_size": 8, "micro_batch_size": 1, "max_grad_norm": 1.0}
+    data_ranks = workers // axes.get("context", 1)
+    sizes = {"learning_rate": 1e-3, "global_batch_size": 8, "micro_batch_size": 4 // data_ranks, "max_grad_norm": 1.0}
     learns = {"kind": adapter, "r": 4, "alpha": 8, "target_modules": targets}
     return mesh_settings(parallel=parallel, adapter=learns, optimizer=sizes)
 

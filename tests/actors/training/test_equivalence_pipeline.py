@@ -103,6 +103,7 @@ def assert_equal(found: Part, wanted: Part, *, start: int = 0) -> None:
 def pipelined(workers: int, kind: str, **axes: Any) -> TrainConfig:
     return mesh_settings(
         adapter={"kind": kind, "r": 4, "alpha": 8},
+        optimizer={"learning_rate": 5e-3, "global_batch_size": 4, "max_grad_norm": 0.25},
         parallel={"workers": {"min": workers, "max": workers}, "pipeline": 2 if workers > 1 else 1, **axes},
     )
 
