@@ -65,6 +65,7 @@ def test_one_turn_of_the_wheel(fresh_home: Home) -> None:
     assert list(fresh_home.root.rglob(f"{PARTIAL_PREFIX}*")) == []
 
 
+@pytest.mark.chaos
 def test_ctrl_c_in_training_leaves_nothing_running_and_nothing_half_registered(fresh_home: Home) -> None:
     settings = [*SETTINGS, "--set", "steps=400"]
     demo = subprocess.Popen(**command(fresh_home, "demo", *settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
