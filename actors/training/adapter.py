@@ -5,13 +5,11 @@ Knows transformers and PEFT. Does not know how the model is spread over workers:
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.helpers import disable_input_dtype_casting
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -87,15 +85,6 @@ def attach(model: Any, config: AdapterConfig, *, base_name: str, seed: int) -> A
         if isinstance(module, BaseTunerLayer):
             module.cast_input_dtype_enabled = False
     return adapted
-
-
-def same_dtype_inputs(adapted: Any) -> Any:
-    """A context in which PEFT leaves a layer's input in the base's dtype.
-
-    By default PEFT turns the input of every adapted layer into the adapter's dtype (fp32) and autocast turns it
-    back: two copies per layer that change nothing.
-    """
-    return disable_input_dtype_casting(adapted) if isinstance(adapted, PeftModel) else nullcontext()
 
 
 def state(adapted: Any) -> dict[str, torch.Tensor]:

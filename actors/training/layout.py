@@ -80,6 +80,11 @@ class Layout:
         place = self.place_of(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    def drawer(self, rank: int) -> tuple[int, ...]:
+        """What tells ranks apart that draw numbers of their own: those that share tokens and layers share them too."""
+        place = self.place_of(rank)
+        return self.data_rank(rank), place["context"], place["pipeline"]
+
     def reader(self, rank: int) -> int:
         """The rank that reads the rows of this rank's share: the lowest of those that work on it."""
         return self.data_rank(rank) * self.context * self.tensor

@@ -101,14 +101,14 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, link: Link | Non
     batches = feed(plan, position.step)
     notes = Notes(ledger.order)
     counts = layout.reader(place.rank) == place.rank  # of the ranks that share rows, one counts them
-    share = layout.data_rank(place.rank), layout.place_of(place.rank)["context"]
+    drawer = layout.drawer(place.rank)
     began_s, tokens_done = time.perf_counter(), 0.0
     for step in range(position.step, plan.steps):
         step_began_s = time.perf_counter()
         rate = optimizer.learning_rate(config.optimizer, step, plan.steps)
         # The random numbers of a step depend on nothing before it, so a restart repeats its dropout exactly.
-        # (Python's hash of integers is the same in every process.) Ranks that share tokens share them too.
-        _seed(place.device, hash((config.seed, step, *share)))
+        # (Python's hash of integers is the same in every process.)
+        _seed(place.device, hash((config.seed, step, *drawer)))
 
         link.at("data", step)
         micro = [next(batches) for _ in range(plan.accumulation)]

@@ -65,8 +65,6 @@ class PipelineEngine:
 
     def step(self, micro: Sequence[MicroBatch], *, loss_tokens: float, learning_rate: float) -> StepResult:
         optimizer.set_learning_rate(self._adamw, learning_rate)
-        # Every rank of the pipeline was given one seed for the step: without this, layers would share their dropout.
-        torch.manual_seed((torch.initial_seed() + self._coordinate) % 2**63)
         # DDP and FSDP average over the data ranks; times their number makes it the sum.
         self._scale = self._layout.data / loss_tokens
         batch = _together(micro)

@@ -79,12 +79,11 @@ class ZeroEngine:
         # DeepSpeed averages over the data ranks; times their number makes it the sum.
         scale = self._data / loss_tokens
         summed = 0.0
-        with adapter.same_dtype_inputs(self.model):
-            for index, batch in enumerate(micro):
-                self._engine.set_gradient_accumulation_boundary(index == len(micro) - 1)
-                loss = self._engine(batch.input_ids, batch.labels, batch.position_ids)
-                self._engine.backward(loss * scale, scale_wrt_gas=False)
-                summed += loss.item()
+        for index, batch in enumerate(micro):
+            self._engine.set_gradient_accumulation_boundary(index == len(micro) - 1)
+            loss = self._engine(batch.input_ids, batch.labels, batch.position_ids)
+            self._engine.backward(loss * scale, scale_wrt_gas=False)
+            summed += loss.item()
         self._engine.step()
         # A gradient that is not finite makes DeepSpeed leave out the step.
         norm = float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf

@@ -30,6 +30,14 @@ def test_neighbours_differ_in_the_tensor_axis() -> None:
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
+def test_ranks_draw_the_same_dropout_where_they_share_tokens_and_layers() -> None:
+    tensor = Layout.of(config("ddp", 4, tensor=2), 4)
+    assert [tensor.drawer(rank) for rank in range(4)] == [(0, 0, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0)]
+    for axis in ("pipeline", "context"):
+        layout = Layout.of(config("ddp", 2, **{axis: 2}), 2)
+        assert layout.drawer(0) != layout.drawer(1)
+
+
 def config(strategy: str, workers: int, **axes: object) -> ParallelConfig:
     return ParallelConfig.model_validate({"strategy": strategy, "workers": {"min": workers, "max": workers}, **axes})
 
