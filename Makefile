@@ -31,7 +31,7 @@ doctor: setup ## is this machine ready, and what to do where it is not
 test: setup ## every test but those for a GPU, and chaos
 	@$(PYTEST) -m "not gpu and not chaos"
 
-chaos: setup ## a run of 200 steps that loses ten workers and a node; a node lost and added (minutes)
+chaos: setup ## what takes minutes: runs that lose workers, nodes and memory; more meshes on Ray and in memory
 	@$(PYTEST) -m chaos -s
 
 check: lint types unit ## lint, types, layers, and the tests without Ray, servers or several ranks

@@ -30,11 +30,12 @@ SMALL = (
 
 @pytest.fixture
 def fresh_home(home: Home, tmp_path: Path) -> Iterator[Home]:
-    """An empty FLYWHEEL_HOME but for the models, whose conversion other tests have paid for, and trust in their key."""
+    """An empty FLYWHEEL_HOME but for what other tests have paid for: models, trust in their key, compiled kernels."""
     for name in ("smollm2-135m-instruct", "all-minilm-l6-v2"):
         obtain(name, home)
-    for folder in ("models", "keys/trusted"):
-        shutil.copytree(home.root / folder, tmp_path / "home" / folder)
+    for folder in ("models", "keys/trusted", "cache/vllm", "cache/inductor"):
+        if (home.root / folder).is_dir():
+            shutil.copytree(home.root / folder, tmp_path / "home" / folder)
     yield Home(tmp_path / "home")
     shutil.rmtree(tmp_path / "home", ignore_errors=True)
 

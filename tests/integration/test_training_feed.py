@@ -122,6 +122,7 @@ def run(folder: Path, files: tuple[Path, ...], parallel: ParallelConfig, *, unti
     ).fit()
 
 
+@pytest.mark.chaos
 def test_what_is_left_is_dealt_after_a_crash_and_at_another_size(ray_session: Session, tmp_path: Path) -> None:
     table = packed_rows(ROWS, length=24, seed=7)
     files = (tmp_path / "train-0.parquet", tmp_path / "train-1.parquet")

@@ -208,6 +208,7 @@ def test_two_ddp_workers_of_which_one_dies_learn_what_one_process_learns(
     assert found.progress[0].note == f"loss {alone[0][0]:.3f}"
 
 
+@pytest.mark.chaos
 def test_two_fsdp_workers_learn_what_one_process_learns(
     ray_session: Session,
     base: StoredModel,

@@ -157,7 +157,7 @@ def commits(followed: Rehearsal) -> list[int]:
 
 def test_a_worker_told_to_end_a_worker_that_hangs_and_a_driver_told_to_stop(stage: Path, tmp_path: Path) -> None:
     """SIGTERM to a worker makes a checkpoint; SIGSTOP is found out and named; SIGTERM to the driver saves and ends."""
-    changes = {"steps": 100_000, "checkpoint": {"every_steps": 100_000}, "elastic": {"stuck_after_s": 20}}
+    changes = {"steps": 100_000, "checkpoint": {"every_steps": 100_000}, "elastic": {"stuck_after_s": 12}}
     with Rehearsal(play(stage, **changes), here(stage), tmp_path / "log") as followed:
         followed.step(3)
         os.kill(followed.members()[1][1], signal.SIGTERM)
