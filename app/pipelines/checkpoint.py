@@ -64,7 +64,7 @@ def listing(home: Home, run_id: str) -> Listing:
     """What a run has saved."""
     state = read_state(home)
     storage, policy = _storage(home, state, run_id)
-    found = manifest.look(storage)
+    found = _look(storage, run_id)
     _require_any(found, storage, run_id)
     kept = _kept(state, policy, found, run_id)
     return Listing(run_id=run_id, uri=storage.uri, checkpoints=tuple(_saved(each, kept) for each in found))
@@ -74,7 +74,7 @@ def verify(home: Home, reference: str, sink: Sink) -> list[Verdict]:
     """Read every file of one checkpoint (`RUN/step-N`), or of all of a run that are not half-written."""
     run_id, step = _parts(reference)
     storage, _ = _storage(home, read_state(home), run_id)
-    found = manifest.look(storage)
+    found = _look(storage, run_id)
     _require_any(found, storage, run_id)
     asked = [each for each in found if (each.condition != "partial" if step is None else _is(each, step))]
     if not asked:
@@ -146,6 +146,17 @@ def _storage(home: Home, state: State, run_id: str) -> tuple[RunStorage, Checkpo
         recipe = {}
     policy = parse(CheckpointConfig, dict(recipe.get("checkpoint") or {}), source=f"run {run_id}")
     return open_storage(home, run_id, policy.storage), policy
+
+
+def _look(storage: RunStorage, run_id: str) -> tuple[Found, ...]:
+    """What lies there; of another run's checkpoint, that it is none of this run."""
+    found = []
+    for each in manifest.look(storage):
+        owner = each.checkpoint.position.run_id if each.checkpoint else run_id
+        if owner != run_id:
+            each = Found(each.name, "damaged", each.size_bytes, f"it is a checkpoint of run {owner}")
+        found.append(each)
+    return tuple(found)
 
 
 def _require_any(found: tuple[Found, ...], storage: RunStorage, run_id: str) -> None:

@@ -136,6 +136,7 @@ def train(ground: Ground, base: StoredModel, data: Data, *, resume: RunView | No
     recipe, registry = ground.recipe, ground.registry
     run = _run(ground, base, data) if resume is None else _taken_up(ground, base, data, resume)
     run_id = run.id
+    open_storage(ground.home, run_id, recipe.checkpoint.storage).require_writable()  # said before there is a run
     tracking_run = begin_tracking(ground, run_id, run.recipe, run.code_commit)
     registry.begin_run(run.model_copy(update={"tracking_run": tracking_run}))
     try:

@@ -16,7 +16,7 @@ from cluster import environment
 from cluster.database import sqlite_uri
 from cluster.errors import ConfigError, FlywheelError
 from cluster.storage import Home
-from tests.actors.training.saved import checkpoints, save
+from tests.actors.training.saved import at, checkpoints, save, whole
 
 RUN = "tiny-1"
 
@@ -85,6 +85,20 @@ def test_verify_names_the_file_and_fails(run: Path) -> None:
     assert called("verify", f"{RUN}/step-3")[0] == 0
     assert called("verify", f"{RUN}/2")[0] == 1
     assert CliRunner().invoke(checkpoint.cli, ["verify", RUN]).exit_code == 1
+
+
+def test_another_run_s_checkpoint_is_shown_as_what_it_is(run: Path) -> None:
+    position = at(4, "tiny-2")
+    mine = checkpoints(run)
+    mine.save(whole(4), position)
+    mine.finish(insist=True)
+    for verb, listed in (("list", "checkpoints"), ("verify", "verified")):
+        code, said = called(verb, RUN)
+        assert code == (verb == "verify")
+        assert (said[listed][-1]["condition"], said[listed][-1]["why"]) == (
+            "damaged",
+            "it is a checkpoint of run tiny-2",
+        )
 
 
 def test_an_export_is_the_adapter_of_the_last_or_of_one(run: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from actors.registry.views import VersionView
 from actors.training.fit import StoppedRun
 from app import recipe as recipes
 from app.pipelines import stages
-from cluster.errors import DependencyError, RequestError, TrainingError
+from cluster.errors import ConfigError, DependencyError, RequestError, TrainingError
 from cluster.models import StoredModel
 from cluster.progress import silent
 from cluster.storage import Home
@@ -119,6 +119,19 @@ def test_what_ended_a_run_is_told_also_when_the_registry_has_gone(
         ("failed", "Rank 1 of 2 died."),
         ("stopped", "stopped by SIGTERM after step 7, which is saved"),
     ]
+
+
+def test_a_run_that_cannot_save_itself_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").write_text("no folder")
+    monkeypatch.setattr(stages, "run_training", lambda *_, **__: pytest.fail("it has begun"))
+    standing = ground(MemoryTracker(), Ends(), tmp_path, f"checkpoint.storage={tmp_path / 'disk'}")
+    version = DataVersion(
+        name="errors", digest="d" * 64, stage="tokens", shape="chat", parent=None, splits={}, quarantined={},
+        dropped={}, config={}, fingerprint="", created_at="2026-01-01T00:00:00Z",
+    )  # fmt: skip
+    base = StoredModel("smol", tmp_path, "b" * 64, "causal-lm", "here", "t" * 64)
+    with pytest.raises(ConfigError, match=r"No checkpoint can be saved in .*/disk/"):
+        stages.train(standing, base, stages.Data(version, version, []))
 
 
 def test_without_an_alias_there_is_no_champion(tmp_path: Path) -> None:

@@ -81,8 +81,9 @@ def export(
             )
         with _room_for(target), publish(target) as scratch:
             if adapted and not merged:
-                for path in (folder / manifest.ADAPTER).iterdir():
-                    shutil.copyfile(path, scratch / path.name)
+                for file in wanted:  # and nothing else that may lie beside them
+                    if file != manifest.MODEL:
+                        shutil.copyfile(folder / file, scratch / Path(file).name)
                 return "adapter"
             facts = json.loads((folder / manifest.MODEL).read_text(encoding="utf-8"))
             if base is None:

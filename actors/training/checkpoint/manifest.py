@@ -155,7 +155,10 @@ def find(storage: RunStorage, step: int | None, *, run_id: str) -> Checkpoint:
         if good:
             require(good[-1], run_id=run_id)
             return good[-1]
-        raise ConfigError(f"Run {run_id} has no committed checkpoint in {storage.uri}.", hint="See: flywheel status.")
+        raise ConfigError(
+            f"Run {run_id} has no committed checkpoint in {storage.uri}.",
+            hint=f"See: flywheel checkpoint list {run_id}.",
+        )
     for checkpoint in good:
         if checkpoint.step == step:
             require(checkpoint, run_id=run_id)
@@ -208,7 +211,7 @@ def require(checkpoint: Checkpoint, *, run_id: str) -> None:
     if checkpoint.position.run_id != run_id:
         raise TrainingError(
             f"{checkpoint.name} is a checkpoint of run {checkpoint.position.run_id}, not of run {run_id}.",
-            hint="Start a new run.",
+            hint="Move it to where it belongs, or start a new run.",
         )
 
 
@@ -219,11 +222,17 @@ def _judge(storage: RunStorage, name: str, files: Mapping[str, int]) -> Found:
     try:
         if MARKER not in files:
             return Found(name, "damaged", size, storage.read(name, DAMAGED).decode(errors="replace"))
-        manifest = storage.read(name, MANIFEST).decode()
-        marker = storage.read(name, MARKER).decode()
+        if MANIFEST not in files:
+            return Found(name, "damaged", size, f"{MANIFEST} is missing", wrong=(MANIFEST,))
+        manifest = storage.read(name, MANIFEST).decode(errors="replace")
+        marker = storage.read(name, MARKER).decode(errors="replace")
         if marker != marker_text(manifest):
             return Found(name, "damaged", size, f"{MANIFEST} is not the one that was committed", wrong=(MANIFEST,))
-        facts = _files(manifest)
+        read: dict[str, Any] = json.loads(manifest)
+        if read["format"] != FORMAT:
+            why = f"its format is {read['format']!r}, this version of Flywheel knows {FORMAT}: another has written it"
+            return Found(name, "damaged", size, why)
+        facts = _files(read["files"])
         wrong = tuple(file for file, fact in facts.items() if files.get(file) != fact.size)
         if wrong:
             return Found(name, "damaged", size, f"{_few(wrong)} missing or cut off", wrong=wrong)
@@ -242,16 +251,13 @@ def _judge(storage: RunStorage, name: str, files: Mapping[str, int]) -> Found:
         return Found(name, "damaged", size, f"a file is missing: {error}", wrong=(MANIFEST,))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Found(name, "damaged", size, f"{MANIFEST} or {POSITION} cannot be read: {type(error).__name__}: {error}")
-    if checkpoint.step != step_of(name):
+    if name != name_of(checkpoint.step):
         return Found(name, "damaged", size, f"it is the checkpoint of step {checkpoint.step} under another name")
     return Found(name, "committed", size, checkpoint=checkpoint)
 
 
-def _files(manifest: str) -> dict[str, FileFact]:
-    read: dict[str, Any] = json.loads(manifest)
-    if read["format"] != FORMAT:
-        raise ValueError(f"format {read['format']}, this version of Flywheel knows {FORMAT}")
-    files = {name: FileFact(**fact) for name, fact in read["files"].items()}
+def _files(listed: Mapping[str, Any]) -> dict[str, FileFact]:
+    files = {name: FileFact(**fact) for name, fact in listed.items()}
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:

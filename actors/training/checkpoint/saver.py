@@ -287,7 +287,9 @@ class Checkpoints:
         chosen = manifest.latest(self._storage, without=damaged)
         if chosen is not None:
             manifest.require(chosen, run_id=self._run_id)
-            return chosen, self._storage.read(chosen.name, manifest.LEDGER).decode()
+            self._note_passed_over(chosen)
+            # Whether it is as it was saved, `_fill` finds out.
+            return chosen, self._storage.read(chosen.name, manifest.LEDGER).decode(errors="replace")
         hurt = {found.name for found in manifest.look(self._storage) if found.condition == "damaged"} | damaged
         if hurt:
             raise TrainingError(
@@ -310,8 +312,16 @@ class Checkpoints:
                     return wrong
             except manifest.NO_FILE as error:
                 return (str(error.filename or error),)
+            except OSError as error:  # which says nothing of the checkpoint: the disk here, or who may read
+                raise self._unreadable(checkpoint.name, error) from None
             shards.read(fetch([]), state)
         return ()
+
+    def _note_passed_over(self, chosen: Checkpoint) -> None:
+        for found in manifest.look(self._storage):
+            step = manifest.step_of(found.name)
+            if found.condition == "damaged" and step is not None and step > chosen.step:
+                logger.warning("%s is damaged and passed over: %s", found.name, found.why)
 
     def _condemn(self, name: str, why: str) -> None:
         logger.warning("%s is damaged and passed over: %s", name, why)
@@ -338,6 +348,17 @@ class Checkpoints:
                 hint="Check the disk and its permissions, or set checkpoint.storage to another folder.",
             )
         return error
+
+    def _unreadable(self, name: str, error: OSError) -> FlywheelError:
+        if error.errno in _FULL:
+            return CapacityError(
+                f"There is no room to read {name} of run {self._run_id} from {self._storage.uri}: {error}.",
+                hint="Free some disk there.",
+            )
+        return TrainingError(
+            f"{name} of run {self._run_id} cannot be read in {self._storage.uri}: {error}.",
+            hint="Make its files readable, or move it away to go on from the one before.",
+        )
 
     def _uri(self, name: str) -> str:
         return f"{self._storage.uri}/{name}"

@@ -6,10 +6,12 @@ S3, the scratch is local, storing is an upload, and sealing is the last object. 
 know what is in the files.
 """
 
+import errno
 import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -73,7 +75,10 @@ class RunStorage(Protocol):
         ...
 
     def listing(self) -> dict[str, dict[str, int]]:
-        """Every checkpoint, also half-written ones, with its files and their sizes in bytes."""
+        """Every checkpoint, also half-written ones, with its files and their sizes in bytes.
+
+        Only what can be opened as a file is listed: no folder, link to nowhere, or pipe that stands in for one.
+        """
         ...
 
     def read(self, name: str, file: str) -> bytes:
@@ -433,11 +438,20 @@ def _delete(path: Path) -> None:
 
 def _sizes(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
-    for root, _, files in os.walk(folder):
+    # A folder that may not be looked into is not an empty one: a run would begin again before what lies there.
+    for root, _, files in os.walk(folder, onerror=_unless_gone):
         for file in files:
             path = Path(root, file)
             try:
-                found[path.relative_to(folder).as_posix()] = path.stat().st_size
-            except FileNotFoundError:
-                continue
+                facts = path.stat()
+            except OSError as error:
+                _unless_gone(error)
+            else:
+                if stat.S_ISREG(facts.st_mode):
+                    found[path.relative_to(folder).as_posix()] = facts.st_size
     return found
+
+
+def _unless_gone(error: OSError) -> None:
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        raise error

@@ -143,6 +143,42 @@ def test_checkpoints_of_completed_runs_go_unless_a_version_was_made_from_them() 
     assert freed(gone, *things) == ["step-000010", "step-000020"]
 
 
+def test_what_was_exported_goes_with_its_checkpoint_and_what_a_run_may_be_writing_stays(home: Home) -> None:
+    folder = home.runs / "run"
+    for name in ("step-000010", "export-step-000010", "export-step-000020", "export-mine", ".partial-export-1"):
+        (folder / name).mkdir(parents=True)
+    run = RunFact(id="run", name="triage", base="b", base_digest="")
+    step = CheckpointFact(id="run/step-10", run_id="run", step=10, path="/written/by/somebody/else")
+    going_on = replace(State(), entries=log(("run", run), (step.id, step)))
+    done = replace(going_on, ended={"run": RunEnded(run_id="run", status="completed")})
+    assert collect(plan(going_on, look(home, going_on), home, now=later()), home, lambda: going_on).freed == ()
+    outcome = collect(plan(done, look(home, done), home, now=later()), home, lambda: done)
+    freed = {(item.found.what, item.found.path.name) for item in outcome.freed}
+    assert freed == {
+        ("checkpoint", "step-000010"), ("export", "export-step-000010"), ("scratch", ".partial-export-1"),
+    }  # fmt: skip
+    assert {path.name for path in folder.iterdir()} == {"export-step-000020", "export-mine"}
+
+
+def test_a_completed_run_s_other_folder_is_looked_at_if_it_ran_here(home: Home, tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "run" / "step-000010"
+    folder.mkdir(parents=True)
+    run = RunFact(
+        id="run", name="t", base="b", base_digest="", recipe={"checkpoint": {"storage": str(tmp_path / "disk")}}
+    )
+    step = CheckpointFact(id="run/step-10", run_id="run", step=10, path=str(folder))
+    done = replace(
+        State(),
+        entries=log(("run", run), (step.id, step)),
+        ended={"run": RunEnded(run_id="run", status="completed")},
+    )
+    assert look(home, done) == ()  # it came with an import: the path is one of another machine
+    (home.runs / "run").mkdir(parents=True)
+    outcome = collect(plan(done, look(home, done), home, now=later()), home, lambda: done)
+    assert [item.found.path for item in outcome.freed] == [folder]
+    assert not folder.exists()
+
+
 def test_leftovers_go_when_they_are_old_and_trash_at_once() -> None:
     place = HOME.versions / "triage"
     things = [found(place / f".partial-{what}-1", what, at) for what in ("upload", "scratch") for at in (OLD, NOW)]

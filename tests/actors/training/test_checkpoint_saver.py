@@ -3,8 +3,9 @@
 import errno
 import logging
 import os
+import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from actors.training.checkpoint import manifest
 from actors.training.checkpoint.storage import FolderStorage
 from actors.training.job import Position
 from cluster.errors import CapacityError, DependencyError, TrainingError
+from cluster.storage import digest_file
 from tests.actors.training.saved import (
     NAMES,
     RUN,
@@ -95,6 +97,13 @@ def test_buffers_are_made_once(tmp_path: Path) -> None:
     mine.finish(insist=True)
 
 
+STAND_INS: Mapping[str, Callable[[Path], None]] = {
+    "loop": lambda path: path.symlink_to(path.name),
+    "pipe": os.mkfifo,  # which would be waited on for ever
+    "folder": Path.mkdir,
+}
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "condition"),
     [
@@ -107,6 +116,13 @@ def test_buffers_are_made_once(tmp_path: Path) -> None:
         ("__0_0.distcp", "cut", "damaged"),
         ("__0_0.distcp", "flipped", "damaged"),
         ("ledger.json", "flipped", "damaged"),
+        ("ledger.json", "noise", "damaged"),
+        ("COMMITTED", "loop", "partial"),
+        ("COMMITTED", "pipe", "partial"),
+        ("COMMITTED", "folder", "partial"),
+        ("manifest.json", "pipe", "damaged"),
+        ("position.json", "loop", "damaged"),
+        ("__0_0.distcp", "loop", "damaged"),
         ("adapter/adapter_model.safetensors", "gone", "damaged"),
     ],
 )
@@ -118,6 +134,11 @@ def test_the_last_good_one_is_gone_on_from(tmp_path: Path, file: str, damage: st
         path.unlink()
     elif damage == "cut":
         path.write_bytes(content[:-1])
+    elif damage == "noise":
+        path.write_bytes(b"\xff" * len(content))
+    elif damage in STAND_INS:
+        path.unlink()
+        STAND_INS[damage](path)
     else:
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
@@ -141,6 +162,44 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
         checkpoints(tmp_path).resume(blank(whole(1)))
     with pytest.raises(TrainingError, match="step-000001 damaged"):
         checkpoints(tmp_path).resume(blank(whole(1)))
+
+
+def test_another_version_s_is_told_from_a_broken_one_and_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(checkpoints(tmp_path), 1, 2)
+    folder = tmp_path / "step-000002"
+    newer = (folder / "manifest.json").read_text().replace('"format": 2', '"format": 3')
+    (folder / "manifest.json").write_text(newer)
+    (folder / "COMMITTED").write_text(manifest.marker_text(newer))
+    found = manifest.verify(FolderStorage(tmp_path), "step-000002")
+    assert found.why == "its format is 3, this version of Flywheel knows 2: another has written it"
+    assert resumed_step(tmp_path) == 1
+    assert any("step-000002 is damaged and passed over: its format" in message for message in caplog.messages)
+
+
+def test_a_copy_under_another_name_counts_for_nothing(tmp_path: Path) -> None:
+    """Not once more for the same step either: the retention would count it."""
+    save(checkpoints(tmp_path), 1, 2)
+    shutil.copytree(tmp_path / "step-000002", tmp_path / "step-2")
+    assert [each.name for each in manifest.committed(FolderStorage(tmp_path))] == ["step-000001", "step-000002"]
+
+
+def test_what_may_not_be_read_is_said_and_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be as good as ever: the run must not begin again before it, nor write over it."""
+    save(checkpoints(tmp_path), 1, 2)
+    shard = tmp_path / "step-000002" / "__0_0.distcp"
+
+    def refused(path: Path) -> str:
+        if path == shard:  # root, who runs tests in containers, may read everything
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return digest_file(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "digest_file", refused)
+        with pytest.raises(TrainingError, match=r"cannot be read .*Permission denied.*__0_0\.distcp"):
+            checkpoints(tmp_path).resume(blank(whole(1)))
+    assert resumed_step(tmp_path) == 2
 
 
 def test_another_run_s_and_another_model_s_are_refused(tmp_path: Path) -> None:
