@@ -139,9 +139,7 @@ def judge(
     """The verdict on a group that failed. `again`: the same has ended an earlier attempt at the same step."""
     ordered = sorted(found, key=lambda each: (_ORDER.index(each.kind), each.rank))
     first = ordered[0]
-    same = [
-        each for each in ordered if each.kind == first.kind and (each.text == first.text or each.mark == first.mark)
-    ]
+    same = [each for each in ordered if each.kind == first.kind and _cause(each) == _cause(first)]
     kind: Kind = "error" if first.kind == "collateral" else first.kind
     mistake = kind == "mistake" or again
     where = _place(same)

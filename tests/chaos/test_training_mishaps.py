@@ -197,6 +197,40 @@ def test_ray_ends_a_worker_for_memory(follow: Callable[..., Rehearsal], place: P
     expect_death_for_memory(followed, place, "was killed by Ray, whose node ran out of memory; it held")
 
 
+LONG = {"steps": 1000, "checkpoint": {"every_steps": 20}}
+
+
+def expect_to_be_taken_up(follow: Callable[..., Rehearsal], killed: Rehearsal) -> None:
+    """Nobody is left of `killed`, and another driver ends its run as if it had not been."""
+    assert nobody_is_left(killed.members())
+    again = follow(**LONG)
+    assert again.step(1, within_s=START_S).facts["step"] > 20, "it goes on"
+    assert again.end(within_s=START_S)["steps"] == LONG["steps"]
+    assert again.incidents() == []
+    account = audited(again)
+    assert account.exact, account.doubts
+
+
+def test_a_run_that_lost_its_controller_says_so(follow: Callable[..., Rehearsal], place: Place) -> None:
+    followed = follow(**LONG)
+    followed.step(50, within_s=START_S)
+    nodes = (place.cluster.head, place.second)
+    (controller,) = (each for node in nodes for each in node.processes("ray::TrainController"))
+    controller.kill()
+    ended = followed.end(within_s=60)
+    assert ended["error"] == "TrainingError"
+    assert "lost the process that looks after its workers" in ended["message"]
+    assert "saved up to its last checkpoint" in ended["hint"]
+    expect_to_be_taken_up(follow, followed)
+
+
+def test_a_run_whose_driver_is_killed_leaves_nobody(follow: Callable[..., Rehearsal]) -> None:
+    followed = follow(**LONG)
+    followed.step(50, within_s=START_S)
+    followed.process.kill()
+    expect_to_be_taken_up(follow, followed)
+
+
 CGROUPS = Path("/sys/fs/cgroup/memory")
 
 

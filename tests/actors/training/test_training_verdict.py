@@ -9,7 +9,7 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 
 from actors.training.control import Heartbeat
-from actors.training.verdict import Verdict, cost, explain, failure_of, judge, judge_room, places, ranks
+from actors.training.verdict import Failure, Verdict, cost, explain, failure_of, judge, judge_room, places, ranks
 from cluster.errors import ConfigError, DependencyError, FlywheelError, TrainingError
 
 COLLATERAL = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234")
@@ -54,6 +54,12 @@ def test_equal_causes_of_several_ranks_are_one() -> None:
     found = judged((3, COLLATERAL), (0, broken), (1, broken), (2, broken))
     assert found.line == "Ranks 0-2 of 4 failed: ValueError: labels are missing"
     assert found.mistake
+
+
+def test_ranks_that_died_alike_are_one_however_much_each_held() -> None:
+    """Ray's errors name the actor, so no two of them are the same text."""
+    found = [Failure(rank, "killed", f"died: killed; it held {rank}.5 GiB", mark=f"actor {rank}") for rank in range(3)]
+    assert judge(found, workers=4, logs="runs/r").line == "Ranks 0-2 of 4 died: killed; it held 0.5 GiB"
 
 
 def test_a_place_is_named_where_it_is_known() -> None:
