@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 from actors.registry.facts import CheckpointFact, EvaluationFact, RunFact
 from actors.registry.ledger import Ledger
 from actors.registry.store import SqlEventStore
+from actors.training.checkpoint import manifest
+from actors.training.checkpoint.manifest import Found
+from actors.training.checkpoint.storage import RunStorage
 from app.cli import checkpoint, output
 from cluster import environment
 from cluster.database import sqlite_uri
@@ -99,6 +102,23 @@ def test_another_run_s_checkpoint_is_shown_as_what_it_is(run: Path) -> None:
             "damaged",
             "it is a checkpoint of run tiny-2",
         )
+
+
+def test_what_its_run_removes_meanwhile_is_not_called_damaged(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_one = manifest.verify
+
+    def removed_then_verified(storage: RunStorage, name: str) -> Found:
+        if name == "step-000001":
+            storage.remove(name)
+        return verify_one(storage, name)
+
+    monkeypatch.setattr(manifest, "verify", removed_then_verified)
+    code, said = called("verify", RUN)
+    assert code == 0
+    assert [each["name"] for each in said["verified"]] == ["step-000002", "step-000003"]
+    save(checkpoints(run), 1)
+    with pytest.raises(ConfigError, match="has just been removed by its run"):
+        called("verify", f"{RUN}/step-1")
 
 
 def test_an_export_is_the_adapter_of_the_last_or_of_one(run: Path, tmp_path: Path) -> None:
