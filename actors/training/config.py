@@ -1,11 +1,16 @@
 """Settings of a training run. Read without ray, torch or peft."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from cluster.config import Config
+
+_MOST: Final = 2**31 - 1
+"""Bound of counts: torch, NumPy and Ray hold them in machine words."""
+_YEAR_S: Final = 365 * 86400.0
+"""Bound of times: waits of threads and of collectives overflow above some centuries, and JSON knows no infinity."""
 
 
 class ObjectiveConfig(Config):
@@ -19,7 +24,7 @@ class AdapterConfig(Config):
 
     kind: Literal["lora", "none"] = "lora"
     r: int = Field(default=16, ge=1, le=256)
-    alpha: int = Field(default=32, ge=1)
+    alpha: int = Field(default=32, ge=1, le=_MOST)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
 
@@ -61,7 +66,7 @@ class ParallelConfig(Config):
     """Order of a pipeline's forward and backward passes; interleaved gives each rank two ranges of layers."""
     offload: Literal["none", "cpu"] = "none"
     """Where ZeRO keeps the optimizer's state."""
-    threads_per_worker: int | None = Field(default=None, ge=1)
+    threads_per_worker: int | None = Field(default=None, ge=1, le=1024)
     """OpenMP threads of each worker on CPU. Unset: the machine's cores divided by the workers on it."""
 
     @property
@@ -123,7 +128,7 @@ class BestConfig(Config):
     metric: Annotated[str, Field(min_length=1)] = "loss"
     """One that the run measures at every step, such as loss or grad_norm."""
     mode: Literal["min", "max"] = "min"
-    keep: int = Field(default=1, ge=1)
+    keep: int = Field(default=1, ge=1, le=_MOST)
 
 
 class CheckpointConfig(Config):
@@ -132,8 +137,8 @@ class CheckpointConfig(Config):
     One that the run went on from, or that an evaluation or a version in the registry was made from, is kept besides.
     """
 
-    every_steps: int = Field(default=25, ge=1)
-    keep: int = Field(default=3, ge=1)
+    every_steps: int = Field(default=25, ge=1, le=_MOST)
+    keep: int = Field(default=3, ge=1, le=_MOST)
     """The newest ones."""
     best: BestConfig | None = None
     storage: Annotated[str, Field(min_length=1)] | None = None
@@ -146,9 +151,9 @@ class FailuresConfig(Config):
     A planned resize costs nothing of either; an error that another try would only repeat is not tried again.
     """
 
-    max: int = Field(default=2, ge=0)
+    max: int = Field(default=2, ge=0, le=_MOST)
     """Restarts after a worker died, was stuck, or raised an error that may pass."""
-    preemptions: int = Field(default=16, ge=0)
+    preemptions: int = Field(default=16, ge=0, le=_MOST)
     """Restarts after a node was taken away by whoever owns it."""
 
 
@@ -157,21 +162,21 @@ class ElasticConfig(Config):
 
     notice_s: float = Field(default=0.5, gt=0, le=60)
     """Time between two looks at the workers, at the nodes of the cluster, and at what the run is asked to do."""
-    regrow_s: float = Field(default=5.0, gt=0)
+    regrow_s: float = Field(default=5.0, gt=0, le=_YEAR_S)
     """How long a group must have run before it is resized, when a node came (or went): each resize is a restart."""
-    resize_wait_s: float = Field(default=120.0, ge=0)
+    resize_wait_s: float = Field(default=120.0, ge=0, le=_YEAR_S)
     """How long a planned resize or a drained node waits for the checkpoint that makes it cost no steps."""
-    start_timeout_s: float = Field(default=30.0, gt=0)
+    start_timeout_s: float = Field(default=30.0, gt=0, le=_YEAR_S)
     """How long a new group waits for its places before the cluster is looked at again."""
-    room_timeout_s: float = Field(default=1800.0, gt=0)
+    room_timeout_s: float = Field(default=1800.0, gt=0, le=_YEAR_S)
     """How long a run waits for room for `parallel.workers.min` before it ends with a verdict."""
-    collective_timeout_s: int = Field(default=600, ge=1)
+    collective_timeout_s: int = Field(default=600, ge=1, le=int(_YEAR_S))
     """Bound of one collective operation between the workers (gloo, NCCL)."""
-    stuck_after_s: float = Field(default=300.0, gt=0)
+    stuck_after_s: float = Field(default=300.0, gt=0, le=_YEAR_S)
     """How long no worker may get anywhere before the one that the others wait for is named and the group restarted.
 
     Longer than the longest step."""
-    begin_within_s: float = Field(default=600.0, gt=0)
+    begin_within_s: float = Field(default=600.0, gt=0, le=_YEAR_S)
     """The same, at least, until every worker of a new group has done a step: imports, the model, the first data,
     compilation."""
 
@@ -190,7 +195,7 @@ class TrainConfig(Config):
     """Keep each layer's input alone and compute the rest again in the backward (Chen et al. 2016, arXiv:1604.06174)."""
     compile: bool = False
     """Compile each layer with torch.compile: slow first steps, faster ones after."""
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=_MOST)
     seed: int = Field(default=0, ge=-(2**63), lt=2**64)
     """As wide as torch's."""
     shuffle: bool = True
