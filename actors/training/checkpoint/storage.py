@@ -47,8 +47,7 @@ _CHUNK: Final = 8 << 20
 _PATIENCE_S: Final = 30.0
 """How long a request to S3 is made again. The last one may begin then, and take twice `_ANSWER_S`."""
 _ANSWER_S: Final = 10.0
-"""How long S3 may be silent. The client's own numbers make a request that is never answered last for minutes, and
-training waits for the save before."""
+"""How long S3 may be silent, in each of the client's two tries: training waits for the save before."""
 _REFUSED: Final = re.compile(
     r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|"
     r"INVALID_CLIENT_TOKEN_ID|UNRECOGNIZED_CLIENT|MISSING_AUTHENTICATION_TOKEN)"

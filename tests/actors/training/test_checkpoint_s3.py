@@ -113,7 +113,7 @@ def test_a_server_that_is_away_is_named_after_a_while(
 def test_a_server_that_is_silent_is_not_waited_for_longer_than_agreed(
     storage: S3Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the connection and says nothing; the client by itself would wait for minutes."""
+    """It takes the connection and says nothing; the client by its own settings would wait for 12 s."""
     monkeypatch.setattr("actors.training.checkpoint.storage._PATIENCE_S", 0.0)
     monkeypatch.setattr("actors.training.checkpoint.storage._ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
