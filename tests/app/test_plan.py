@@ -13,6 +13,7 @@ from app import recipe as recipes
 from app.cli import plan as command
 from app.pipelines import calibration, plan
 from cluster.errors import ConfigError
+from cluster.session import default_cpus
 from cluster.storage import Home
 
 
@@ -94,6 +95,23 @@ def test_a_mesh_that_cuts_heads_is_red(tmp_path: Path, model: Path) -> None:
     lines = {line.name: line for line in plan.plan(recipe, Home(tmp_path / "home"), tmp_path, HERE)}
     assert lines["mesh"].found == "parallel.tensor 2 does not divide the model's num_key_value_heads 1."
     assert lines["batch"].found.startswith("4 sequences = 1 groups of 2 workers × 1 × 4 accumulated")
+
+
+def test_workers_that_this_machine_cannot_place_are_red(tmp_path: Path, model: Path) -> None:
+    most = default_cpus()
+
+    def placement(workers: int, room: plan.Room) -> plan.Line | None:
+        size = f"parallel.workers={{min: {workers}, max: {workers}}}"
+        return lines(tmp_path, model, room, size, f"optimizer.global_batch_size={workers}").get("placement")
+
+    red = placement(most + 1, plan.Room(1000, "here"))
+    assert red is not None
+    assert red.status == "red"
+    assert red.found.startswith(f"{most + 1} workers of 1 CPU each cannot be placed")
+    assert red.found.endswith(f"has {most} CPUs")
+    assert "parallel.workers.min" in red.advice
+    assert placement(most, plan.Room(1000, "here")) is None
+    assert placement(most + 1, gpu(1000)) is None, "the GPUs are another machine's"
 
 
 def test_upload_counts_what_ray_would_send(tmp_path: Path) -> None:
