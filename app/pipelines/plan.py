@@ -25,7 +25,7 @@ from app.recipe import Recipe
 from cluster import environment
 from cluster.config import override, parse
 from cluster.errors import ConfigError, DependencyError
-from cluster.models import locate
+from cluster.models import TOKENIZER_FILES, locate
 from cluster.session import Beacon, default_cpus
 from cluster.storage import Home
 
@@ -122,6 +122,7 @@ def _model(recipe: Recipe, home: Home, room: Room) -> list[Line]:
     found = f"{recipe.model.base}, {shape.parameters / 1e6:.0f} M parameters, {learning / 1e6:.1f} M learn"
     return [
         Line("model", "ok", found),
+        *_tokenizer(folder),
         _mesh(recipe, shape),
         *_dropout(recipe),
         _fits(recipe, shape, room),
@@ -129,6 +130,12 @@ def _model(recipe: Recipe, home: Home, room: Room) -> list[Line]:
         _checkpoint(recipe, shape, home),
         _time(recipe, shape, home, room),
     ]
+
+
+def _tokenizer(folder: Path) -> list[Line]:
+    if any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.model")):
+        return []
+    return [Line("tokenizer", "red", f"{folder} has no tokenizer", "Put the files of the model's tokenizer there.")]
 
 
 def _mesh(recipe: Recipe, shape: Shape) -> Line:

@@ -32,6 +32,7 @@ def model(tmp_path: Path) -> Path:
     config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 4, "vocab_size": 10}
     more = {"model_type": "llama", "num_attention_heads": 2, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+    (tmp_path / "tokenizer.json").write_text("{}")
     return tmp_path
 
 
@@ -153,6 +154,14 @@ def test_a_model_that_is_not_there_or_is_no_language_model_is_red(tmp_path: Path
         line = next(line for line in plan.plan(recipe, Home(tmp_path), tmp_path) if line.name == "model")
         assert line.status == "red"
         assert part in line.found
+
+
+def test_a_base_without_a_tokenizer_is_red(tmp_path: Path, model: Path) -> None:
+    assert "tokenizer" not in lines(tmp_path, model, HERE)
+    (model / "tokenizer.json").unlink()
+    missing = lines(tmp_path, model, HERE)["tokenizer"]
+    assert missing.status == "red"
+    assert missing.found == f"{model} has no tokenizer"
 
 
 def test_a_hub_id_is_not_taken_for_the_stored_model_of_its_last_name(tmp_path: Path, model: Path) -> None:
