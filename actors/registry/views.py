@@ -1,5 +1,6 @@
 """What a person or the command line is shown of the registry. Pure: each view is a function of a `State`."""
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -219,7 +220,13 @@ def run(state: State, run_id: str) -> RunView:
     """One run; `RequestError` (404) if there is none."""
     event = state.entries.get(run_id)
     if event is None or not isinstance(event.fact, RunFact):
-        raise unknown(state, run_id)
+        near = difflib.get_close_matches(run_id, [view.run.id for view in runs(state)], n=3, cutoff=0.5)
+        raise RequestError(
+            f"The registry knows no run {run_id!r}.",
+            status=404,
+            code="not_found",
+            hint=f"Near it: {', '.join(near)}." if near else "`flywheel status` shows the last runs.",
+        )
     return _run(state, event.fact, event.at, _below(state).get(run_id, []))
 
 

@@ -1,9 +1,10 @@
 """Settings of a training run. Read without ray, torch or peft."""
 
 import math
+import re
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from cluster.config import Config
 
@@ -143,6 +144,16 @@ class CheckpointConfig(Config):
     best: BestConfig | None = None
     storage: Annotated[str, Field(min_length=1)] | None = None
     """A folder that all workers see, or s3://bucket/prefix. Unset: the runs of FLYWHEEL_HOME."""
+
+    @field_validator("storage")
+    @classmethod
+    def _place(cls, storage: str | None) -> str | None:
+        """`s3:/bucket` would be a folder of that name, in whichever folder each worker stands."""
+        if storage is None or re.match(r"s3://[^/\s]", storage):
+            return storage
+        if not storage.strip() or re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", storage):
+            raise ValueError("neither a folder nor s3://bucket/prefix")
+        return storage
 
 
 class FailuresConfig(Config):

@@ -94,7 +94,7 @@ def train(
     """
     # A recipe is a TrainConfig too; the workers get only the part that is training's.
     config = TrainConfig.model_validate({key: getattr(config, key) for key in TrainConfig.model_fields})
-    plan = _plan(config, data)
+    plan = planned(config, data)
     order = Order.of(plan, seed=config.seed, shuffle=config.shuffle)
     require_signed(base, home, Verifier())  # each worker will again; here it is told before anything is started
     workers = config.parallel.workers
@@ -171,7 +171,8 @@ def train(
     )
 
 
-def _plan(config: TrainConfig, data: DataVersion) -> StepPlan:
+def planned(config: TrainConfig, data: DataVersion) -> StepPlan:
+    """The steps of a run of `config` on `data`; `ConfigError` if it cannot be trained on, or has too few rows."""
     if data.stage != "tokens" or "train" not in data.splits:
         raise ConfigError(
             f"Data version {data.id} cannot be trained on: its stage is {data.stage}, "

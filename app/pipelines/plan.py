@@ -25,8 +25,8 @@ from app.recipe import Recipe
 from cluster import environment
 from cluster.config import override, parse
 from cluster.errors import ConfigError, DependencyError
-from cluster.models import locate
-from cluster.session import Beacon
+from cluster.models import TOKENIZER_FILES, locate
+from cluster.session import Beacon, default_cpus
 from cluster.storage import Home
 
 GIB = 1 << 30
@@ -72,7 +72,7 @@ def plan(recipe: Recipe, home: Home, folder: Path, room: Room | None = None) -> 
     return [
         _batch(recipe),
         *_model(recipe, home, room),
-        *_placement(recipe, home),
+        *_placement(recipe, home, room),
         *_sources(recipe),
         _upload(folder),
         _disk(home),
@@ -122,6 +122,7 @@ def _model(recipe: Recipe, home: Home, room: Room) -> list[Line]:
     found = f"{recipe.model.base}, {shape.parameters / 1e6:.0f} M parameters, {learning / 1e6:.1f} M learn"
     return [
         Line("model", "ok", found),
+        *_tokenizer(folder),
         _mesh(recipe, shape),
         *_dropout(recipe),
         _fits(recipe, shape, room),
@@ -129,6 +130,12 @@ def _model(recipe: Recipe, home: Home, room: Room) -> list[Line]:
         _checkpoint(recipe, shape, home),
         _time(recipe, shape, home, room),
     ]
+
+
+def _tokenizer(folder: Path) -> list[Line]:
+    if any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.model")):
+        return []
+    return [Line("tokenizer", "red", f"{folder} has no tokenizer", "Put the files of the model's tokenizer there.")]
 
 
 def _mesh(recipe: Recipe, shape: Shape) -> Line:
@@ -283,10 +290,15 @@ def _time(recipe: Recipe, shape: Shape, home: Home, room: Room) -> Line:
     return Line("time", "ok", f"about {needed} for all steps, without the start, at the {speed} of run {rate.run}")
 
 
-def _placement(recipe: Recipe, home: Home) -> list[Line]:
-    """Whether the live cluster, if there is one, can hold the smallest group of workers."""
+def _placement(recipe: Recipe, home: Home, room: Room) -> list[Line]:
+    """Whether the live cluster, or the one that a run starts here, can hold the smallest group of workers."""
     if not os.environ.get(environment.RAY_ADDRESS) and Beacon.read(home) is None:
-        return []
+        least, cpus = recipe.parallel.workers.min, default_cpus()
+        if room.on_gpu or least <= cpus:  # GPUs are another machine's, that nobody has asked for room
+            return []
+        found = f"{least} workers of 1 CPU each cannot be placed: the Ray that a run starts here has {cpus} CPUs"
+        advice = f"Lower parallel.workers.min, or set {environment.RAY_ADDRESS} to a cluster with more."
+        return [Line("placement", "red", found, advice)]
     from app.pipelines.room import shortage  # imports ray, which a plan without a cluster does not need
 
     try:

@@ -42,7 +42,7 @@ from actors.registry.views import RunView
 from actors.training.checkpoint import manifest
 from actors.training.checkpoint.storage import open_storage
 from actors.training.control import Incident
-from actors.training.controller import TrainingResult, new_run_id
+from actors.training.controller import TrainingResult, new_run_id, planned
 from actors.training.controller import train as run_training
 from actors.training.fit import resources_per_worker
 from actors.training.shape import read as read_shape
@@ -134,6 +134,7 @@ def train(ground: Ground, base: StoredModel, data: Data, *, resume: RunView | No
     `resume` is the run to go on with; `ConfigError` with the differences if the recipe is not the one it began with.
     """
     recipe, registry = ground.recipe, ground.registry
+    planned(recipe, data.tokens)  # refused before there is a run, which would have to be taken up or left
     run = _run(ground, base, data) if resume is None else _taken_up(ground, base, data, resume)
     run_id = run.id
     open_storage(ground.home, run_id, recipe.checkpoint.storage).require_writable()  # said before there is a run

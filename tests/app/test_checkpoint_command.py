@@ -138,7 +138,7 @@ def test_an_export_is_the_adapter_of_the_last_or_of_one(run: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["list", "unknown-run"], "knows nothing called 'unknown-run'"),
+        (["list", "unknown-run"], "knows no run 'unknown-run'"),
         (["list", "../etc"], "cannot be a run id"),
         (["verify", f"{RUN}/step-9"], "no checkpoint of step 9"),
         (["verify", f"{RUN}/last"], "names no checkpoint"),

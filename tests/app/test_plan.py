@@ -13,6 +13,7 @@ from app import recipe as recipes
 from app.cli import plan as command
 from app.pipelines import calibration, plan
 from cluster.errors import ConfigError
+from cluster.session import default_cpus
 from cluster.storage import Home
 
 
@@ -31,6 +32,7 @@ def model(tmp_path: Path) -> Path:
     config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 4, "vocab_size": 10}
     more = {"model_type": "llama", "num_attention_heads": 2, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+    (tmp_path / "tokenizer.json").write_text("{}")
     return tmp_path
 
 
@@ -96,6 +98,23 @@ def test_a_mesh_that_cuts_heads_is_red(tmp_path: Path, model: Path) -> None:
     assert lines["batch"].found.startswith("4 sequences = 1 groups of 2 workers × 1 × 4 accumulated")
 
 
+def test_workers_that_this_machine_cannot_place_are_red(tmp_path: Path, model: Path) -> None:
+    most = default_cpus()
+
+    def placement(workers: int, room: plan.Room) -> plan.Line | None:
+        size = f"parallel.workers={{min: {workers}, max: {workers}}}"
+        return lines(tmp_path, model, room, size, f"optimizer.global_batch_size={workers}").get("placement")
+
+    red = placement(most + 1, plan.Room(1000, "here"))
+    assert red is not None
+    assert red.status == "red"
+    assert red.found.startswith(f"{most + 1} workers of 1 CPU each cannot be placed")
+    assert red.found.endswith(f"has {most} CPUs")
+    assert "parallel.workers.min" in red.advice
+    assert placement(most, plan.Room(1000, "here")) is None
+    assert placement(most + 1, gpu(1000)) is None, "the GPUs are another machine's"
+
+
 def test_upload_counts_what_ray_would_send(tmp_path: Path) -> None:
     (tmp_path / ".gitignore").write_text("# built\nbuild/\n*.bin\n")
     for name, size in (("a.py", 10), ("big.bin", 1000), ("build/x", 1000), (".venv/y", 1000), ("src/b.py", 20)):
@@ -135,6 +154,14 @@ def test_a_model_that_is_not_there_or_is_no_language_model_is_red(tmp_path: Path
         line = next(line for line in plan.plan(recipe, Home(tmp_path), tmp_path) if line.name == "model")
         assert line.status == "red"
         assert part in line.found
+
+
+def test_a_base_without_a_tokenizer_is_red(tmp_path: Path, model: Path) -> None:
+    assert "tokenizer" not in lines(tmp_path, model, HERE)
+    (model / "tokenizer.json").unlink()
+    missing = lines(tmp_path, model, HERE)["tokenizer"]
+    assert missing.status == "red"
+    assert missing.found == f"{model} has no tokenizer"
 
 
 def test_a_hub_id_is_not_taken_for_the_stored_model_of_its_last_name(tmp_path: Path, model: Path) -> None:

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from actors.data.version import DataVersion
+from actors.data.version import DataVersion, SplitManifest
 from actors.registry.client import RegistryClient
 from actors.registry.facts import RunEnded, RunFact
 from actors.registry.views import VersionView
@@ -78,6 +78,23 @@ def test_a_tracker_that_is_there_gets_settings_and_end(tmp_path: Path) -> None:
     assert shown.status == "stopped"
 
 
+def tokens(rows: int) -> DataVersion:
+    return DataVersion(
+        name="errors", digest="d" * 64, stage="tokens", shape="chat", parent=None,
+        splits={"train": SplitManifest(rows=rows, groups=rows, files=())}, quarantined={},
+        dropped={}, config={}, fingerprint="", created_at="2026-01-01T00:00:00Z",
+    )  # fmt: skip
+
+
+def test_data_with_too_few_rows_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    standing = ground(MemoryTracker(), registry := Ends(), tmp_path)
+    base = StoredModel("smol", tmp_path, "b" * 64, "causal-lm", "here", "t" * 64)
+    few = tokens(rows=2)
+    with pytest.raises(ConfigError, match=r"2 rows, fewer than one global batch of 4"):
+        stages.train(standing, base, stages.Data(few, few, []))
+    assert registry.heard == []
+
+
 def test_what_ended_a_run_is_told_also_when_the_registry_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,10 +111,7 @@ def test_what_ended_a_run_is_told_also_when_the_registry_has_gone(
             super().end_run(fact)
             raise DependencyError("The registry does not answer.")
 
-    version = DataVersion(
-        name="errors", digest="d" * 64, stage="tokens", shape="chat", parent=None, splits={}, quarantined={},
-        dropped={}, config={}, fingerprint="", created_at="2026-01-01T00:00:00Z",
-    )  # fmt: skip
+    version = tokens(rows=400)
     prepared = stages.Data(version, version, [])
 
     def lost(*_: object, **__: object) -> None:

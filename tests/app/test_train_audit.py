@@ -157,6 +157,10 @@ def test_a_run_that_is_not_there_or_has_no_checkpoint_is_said(home: Home, tmp_pa
     with pytest.raises(RequestError, match="sums-2") as caught:
         audit("sums-2", home)
     assert caught.value.status == 404
+    assert caught.value.hint == f"Near it: {RUN}."
+    with pytest.raises(RequestError, match="no run ''") as caught:
+        audit("", home)
+    assert "flywheel status" in str(caught.value.hint)
     done = flywheel(tmp_path, "train", "--audit", "sums-2")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
