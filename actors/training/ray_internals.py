@@ -9,6 +9,9 @@ and no worker's process. Delete when there are public hooks before a resize and 
 `ElasticScalingPolicy`: it sees the cluster as it was up to 20 s ago (`TICK_INTERVAL_S`) and counts nodes that are being
 drained. Delete when its view is fresh, and leaves them out.
 
+`DefaultFailurePolicy`: a worker that Ray kills for memory while its group starts ends the run, whatever is left of its
+budget. Delete when `RETRYABLE_CONTROLLER_ERRORS` has `OutOfMemoryError`.
+
 `PreemptionInfo`, `mark_preempt`: a drained node is held until its deadline, also when the checkpoint is long written.
 Delete when a worker group can say that it is ready to go.
 
@@ -34,7 +37,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.train import TrainingFailedError, WorkerGroupError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.controller.state import (
@@ -46,7 +50,7 @@ from ray.train.v2._internal.execution.controller.state import (
     RunningState,
     SchedulingState,
 )
-from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2.api.preemption import PreemptionInfo
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -100,12 +104,23 @@ def told(config: ElasticConfig) -> Iterator[None]:
 
 
 class Trainer(TorchTrainer):
-    """`TorchTrainer` whose elastic groups see the cluster as it is."""
+    """`TorchTrainer` whose elastic groups see the cluster as it is, and whose budget is for starts too."""
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
+        parts["failure_policy"] = FailurePolicy(self.run_config.failure_config)
         if isinstance(parts["scaling_policy"], ElasticScalingPolicy):
             parts["scaling_policy"] = FreshScalingPolicy(self.scaling_config)
         return super()._initialize_and_run_controller(**parts)
+
+
+class FailurePolicy(DefaultFailurePolicy):
+    """Takes a kill for memory while a group starts as one of a worker that works: it counts, and is tried again."""
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        cause = getattr(training_failed_error, "controller_failure", None)
+        if isinstance(cause, OutOfMemoryError):
+            training_failed_error = WorkerGroupError(str(cause), {0: cause})
+        return super().make_decision(training_failed_error)
 
 
 class FreshScalingPolicy(ElasticScalingPolicy):

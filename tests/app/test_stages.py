@@ -140,7 +140,8 @@ def test_a_run_that_cannot_save_itself_does_not_begin(tmp_path: Path, monkeypatc
     monkeypatch.setattr(stages, "run_training", lambda *_, **__: pytest.fail("it has begun"))
     standing = ground(MemoryTracker(), Ends(), tmp_path, f"checkpoint.storage={tmp_path / 'disk'}")
     version = DataVersion(
-        name="errors", digest="d" * 64, stage="tokens", shape="chat", parent=None, splits={}, quarantined={},
+        name="errors", digest="d" * 64, stage="tokens", shape="chat", parent=None,
+        splits={"train": SplitManifest(rows=100, groups=1, files=())}, quarantined={},
         dropped={}, config={}, fingerprint="", created_at="2026-01-01T00:00:00Z",
     )  # fmt: skip
     base = StoredModel("smol", tmp_path, "b" * 64, "causal-lm", "here", "t" * 64)

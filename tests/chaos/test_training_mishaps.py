@@ -275,6 +275,7 @@ def expect_death_for_memory(followed: Rehearsal, place: Place, said: str) -> Non
     node, pid = followed.members()[rank]
     assert found.facts["verdict"].startswith(f"Rank {rank} of 2 on node {node} (process {pid}) {said} ")
     assert "micro_batch_size" in found.facts["hint"]
-    assert followed.end(within_s=START_S)["steps"] == SETTINGS["steps"]
+    ended = followed.end(within_s=START_S)
+    assert ended.get("steps") == SETTINGS["steps"], ended
     assert [each["kind"] for each in followed.incidents()] == ["oom"]
     assert audited(followed).exact

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+from ray.train import ControllerError, FailureConfig, WorkerGroupError
 
 from actors.training.failures import Repeats, fingerprint, is_collateral, is_mistake
+from actors.training.ray_internals import FailureDecision, FailurePolicy
 from cluster.errors import ConfigError, DependencyError
 
 
@@ -91,3 +93,15 @@ def test_what_comes_again_at_the_same_step_is_known() -> None:
     assert not repeats.again(mark, 6)
     assert not repeats.again("another", 5)
     assert repeats.again(mark, 5)
+
+
+def test_a_kill_for_memory_in_a_start_is_of_the_same_budget_as_one_later() -> None:
+    """Ray's own policy ends the run at the first one."""
+    killed = OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
+    policy = FailurePolicy(FailureConfig(max_failures=2))
+    decisions = [
+        policy.make_decision(error)
+        for error in (ControllerError(killed), WorkerGroupError("dead", {0: killed}), ControllerError(killed))
+    ]
+    assert decisions == [FailureDecision.RETRY, FailureDecision.RETRY, FailureDecision.RAISE]
+    assert policy.make_decision(ControllerError(ValueError("a bug"))) == FailureDecision.RAISE
