@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig
 
 from actors.data.version import DataVersion
 from actors.training import control as controls
@@ -29,7 +28,7 @@ from actors.training.fit import fit, require_room, resources_per_worker
 from actors.training.job import Job, OnCheckpoint, OnIncident, Outcome, Protected, Stopped
 from actors.training.layout import Layout
 from actors.training.order import Order
-from actors.training.ray_internals import RunWatch, TermHandler, Trainer
+from actors.training.ray_internals import RunWatch, TermHandler, Torch, Trainer
 from actors.training.steps import StepPlan
 from cluster.errors import ConfigError, StateError
 from cluster.models import StoredModel, require_signed
@@ -126,9 +125,7 @@ def train(
         trainer = Trainer(
             _work,
             train_loop_config={"job": job},
-            torch_config=TorchConfig(
-                backend="nccl" if on_gpu else "gloo", timeout_s=config.elastic.collective_timeout_s
-            ),
+            torch_config=Torch(backend="nccl" if on_gpu else "gloo", timeout_s=config.elastic.collective_timeout_s),
             scaling_config=ScalingConfig(
                 num_workers=(workers.min, workers.max) if elastic else workers.max,
                 elastic_resize_monitor_interval_s=config.elastic.regrow_s,

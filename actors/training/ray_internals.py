@@ -9,8 +9,9 @@ and no worker's process. Delete when there are public hooks before a resize and 
 `ElasticScalingPolicy`: it sees the cluster as it was up to 20 s ago (`TICK_INTERVAL_S`) and counts nodes that are being
 drained. Delete when its view is fresh, and leaves them out.
 
-`DefaultFailurePolicy`: a worker that Ray kills for memory while its group starts ends the run, whatever is left of its
-budget. Delete when `RETRYABLE_CONTROLLER_ERRORS` has `OutOfMemoryError`.
+`DefaultFailurePolicy`, `_TorchBackend`: Ray's own kill for memory is no `RayActorError`, so one ends the run, whatever
+is left of its budget: as a worker starts, or as the group of the dead one is shut down. Delete when both places catch
+`OutOfMemoryError`.
 
 `PreemptionInfo`, `mark_preempt`: a drained node is held until its deadline, also when the checkpoint is long written.
 Delete when a worker group can say that it is ready to go.
@@ -39,7 +40,8 @@ from typing import Any, Final
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.train import TrainingFailedError, WorkerGroupError
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.controller.state import (
     InitializingState,
@@ -121,6 +123,24 @@ class FailurePolicy(DefaultFailurePolicy):
         if isinstance(cause, OutOfMemoryError):
             training_failed_error = WorkerGroupError(str(cause), {0: cause})
         return super().make_decision(training_failed_error)
+
+
+class Backend(_TorchBackend):
+    """Torch's process group, whose end does not fail for a worker that Ray has killed for memory."""
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        try:
+            super().on_shutdown(worker_group, backend_config)
+        except OutOfMemoryError as error:
+            logger.info("the process group is not closed: %s", error)
+
+
+class Torch(TorchConfig):
+    """`TorchConfig` with `Backend`."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return Backend
 
 
 class FreshScalingPolicy(ElasticScalingPolicy):
