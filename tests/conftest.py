@@ -23,7 +23,6 @@ os.environ[environment.HOME] = str(_ROOT)
 environment.prepare(_ROOT)
 
 from actors.registry.client import RegistryClient  # noqa: E402
-from app.bench.gang import Gang  # noqa: E402
 from cluster.session import Session, connect  # noqa: E402
 from cluster.storage import Home  # noqa: E402
 from tests.postgres import Postgres, server  # noqa: E402
@@ -77,11 +76,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gang" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-
-
-@pytest.fixture(scope="session")
-def gang() -> Iterator[Gang]:
-    """Processes that make process groups over gloo, for what several ranks do without Ray."""
-    started = Gang()
-    yield started
-    started.close()

@@ -12,6 +12,7 @@ import ray
 from ray.train import TrainingFailedError
 from ray.train.v2._internal.execution.controller.state import RestartingState, RunningState
 
+from actors.training.audit import audit_run
 from actors.training.config import ElasticConfig, TrainConfig
 from actors.training.control import Incident, Seen, name_of
 from actors.training.controller import TrainingResult, train
@@ -80,6 +81,15 @@ def seen(run_id: str) -> Seen:
     return found
 
 
+def kill_rank_1(run_id: str, killed: list[int]) -> None:
+    """SIGKILL to its process, once; `killed` is told of it."""
+    group = seen(run_id).group
+    assert group is not None
+    if not killed:
+        killed.append(group.members[1][1])
+        os.kill(killed[0], signal.SIGKILL)
+
+
 def test_a_killed_run_that_is_taken_up_learns_exactly_what_an_undisturbed_one_learns(
     ray_session: Session, root: Path, tmp_path: Path
 ) -> None:
@@ -93,11 +103,8 @@ def test_a_killed_run_that_is_taken_up_learns_exactly_what_an_undisturbed_one_le
 
     def kill(progress: Progress) -> None:
         note("killed", progress)
-        if progress.done >= 20 and not killed:
-            group = seen("killed").group
-            assert group is not None
-            killed.append(group.members[1][1])
-            os.kill(killed[0], signal.SIGKILL)
+        if progress.done >= 20:
+            kill_rank_1("killed", killed)
 
     with pytest.raises(TrainingError, match=r"^Rank 1 of 2 on node .* \(process \d+\) died: killed") as caught:
         run(root, "killed", sink=kill, failures={"max": 0}, incidents=tmp_path / "incidents")
@@ -111,6 +118,31 @@ def test_a_killed_run_that_is_taken_up_learns_exactly_what_an_undisturbed_one_le
     assert again.loss_first == straight.loss_first
     assert again.loss_tokens == straight.loss_tokens
     assert losses["killed"] == losses["straight"]
+
+
+@pytest.mark.chaos
+def test_a_run_of_two_zero_ranks_goes_on_as_one_of_fsdp(ray_session: Session, root: Path) -> None:
+    """Also on Ray Train: what DeepSpeed's ranks have saved, another strategy reads, on as many workers as there are."""
+    plain: dict[str, Any] = {"adapter": {"r": 4, "alpha": 8}}
+    one = {"strategy": "fsdp", "workers": {"min": 1, "max": 1}, "threads_per_worker": 1}
+    straight = run(root, "one", **plain, parallel=one)
+    killed: list[int] = []
+
+    def kill(progress: Progress) -> None:
+        if progress.done >= 20:
+            kill_rank_1("zero", killed)
+
+    with pytest.raises(TrainingError, match="Rank 1 of 2"):
+        run(root, "zero", **plain, parallel={**one, "strategy": "zero3", "workers": {"min": 2, "max": 2}},
+            failures={"max": 0}, sink=kill)  # fmt: skip
+    first: list[int] = []
+    again = run(root, "zero", **plain, parallel=one, sink=lambda progress: first.append(progress.done))
+    assert first[0] > 15, "it goes on"
+    assert again.loss_last == pytest.approx(straight.loss_last, rel=1e-5)
+    assert again.loss_tokens == straight.loss_tokens
+    settings = TrainConfig.model_validate(play(root, **plain, parallel=one).settings)
+    _, data = base_and_data(play(root))
+    assert audit_run("zero", settings, data, play(root).stage).exact
 
 
 def test_workers_for_which_there_will_never_be_room_are_refused_at_once(ray_session: Session, root: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from app.bench.gang import Gang
 from tests.actors.training.small import VOCABULARY, packed_rows
 
 
@@ -18,6 +19,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def gang() -> Iterator[Gang]:
+    """Processes that make process groups over gloo, for what several ranks do without Ray.
+
+    Each mesh leaves threads in them that wake up now and then, hundreds in the end: tests elsewhere shall not pay.
+    """
+    started = Gang()
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session")
