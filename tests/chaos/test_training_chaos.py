@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "adapter": {"r": 4, "alpha": 8, "dropout": 0.0},
     # Many micro-batches: steps that take a while, so that a mishap hits the step that was drawn and not a later one.
     # An epoch is three steps, and leaves out four rows.
-    "optimizer": {"learning_rate": 2e-3, "global_batch_size": 32, "micro_batch_size": 1},
+    "optimizer": {"learning_rate": 2e-3, "global_batch_size": 64, "micro_batch_size": 1},
     "checkpoint": {"every_steps": 5},
     "precision": "fp32",
     "steps": STEPS,
