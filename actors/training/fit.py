@@ -66,9 +66,9 @@ def fit(trainer: ray_internals.Trainer, control: Any, config: TrainConfig, run_f
             raise verdict.explain(error, workers=config.parallel.workers.max, run_folder=run_folder) from None
         except ray.exceptions.RayError as error:
             logger.debug("the fit was lost", exc_info=error)
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            said = verdict.first_line(error) or type(error).__name__
             raise TrainingError(
-                f"The run lost the process that looks after its workers (Ray Train's controller): {said.rstrip('.')}.",
+                f"The run lost the process that looks after its workers (Ray Train's controller): {said}.",
                 hint="It is saved up to its last checkpoint. If nobody ended that process, memory may have run out.",
             ) from None
     if isinstance(returned, Stopped):

@@ -113,10 +113,10 @@ def failure_of(
         why = "no kill for memory was counted there" if memory_kills == 0 else "perhaps for memory"
         return made("killed", f"died: killed, or crashed in native code ({why}){_held(beat)}")
     if dead or type(inner).__name__ == "WorkerHealthCheckTimeoutError":
-        return made("silent", f"did not answer any more: {_first_line(inner)}")
+        return made("silent", f"did not answer any more: {first_line(inner)}")
     if isinstance(error, FlywheelError):
-        return made("error" if error.retryable else "mistake", f"failed: {_first_line(error)}", error.hint)
-    said = _first_line(error)
+        return made("error" if error.retryable else "mistake", f"failed: {first_line(error)}", error.hint)
+    said = first_line(error)
     text = f"failed: {type(error).__name__}{f': {said}' if said else ''}"
     if isinstance(error, RayError) and not failures.is_mistake(error):
         lost = "its data feed" if isinstance(error, RayActorError) else "what it had asked of Ray"
@@ -224,10 +224,10 @@ def explain(error: TrainingFailedError, *, workers: int, run_folder: Path) -> Fl
         return cause
     if "Startup" in type(cause).__name__:
         return TrainingError(
-            f"{workers} training workers could not be placed: {_first_line(cause)}",
+            f"{workers} training workers could not be placed: {first_line(cause)}",
             hint="Lower parallel.workers, or give Ray more CPUs or GPUs.",
         )
-    return TrainingError(f"Ray Train stopped the run: {_first_line(cause)}", hint=f"See the logs in {run_folder}.")
+    return TrainingError(f"Ray Train stopped the run: {first_line(cause)}", hint=f"See the logs in {run_folder}.")
 
 
 def ranks(numbers: Sequence[int]) -> str:
@@ -259,6 +259,7 @@ def _held(beat: Heartbeat | None) -> str:
     return f"; it held {beat.rss_bytes / (1 << 30):.1f} GiB" if beat is not None and beat.rss_bytes else ""
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line with words of what `error` says, without its full stop; empty if it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else ""

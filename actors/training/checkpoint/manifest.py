@@ -8,7 +8,7 @@ torch, and loads nothing of what the files hold.
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -124,16 +124,21 @@ def committed(storage: RunStorage) -> tuple[Checkpoint, ...]:
     return tuple(found.checkpoint for found in look(storage) if found.checkpoint is not None)
 
 
-def latest(storage: RunStorage, *, without: Collection[str] = ()) -> Checkpoint | None:
+def latest(
+    storage: RunStorage, *, without: Collection[str] = (), passed_over: Callable[[Found], None] | None = None
+) -> Checkpoint | None:
     """The newest checkpoint that is committed and whose files are all there in their sizes.
 
-    `without`: names that are not to be chosen, because they turned out to be damaged.
+    `without`: names that are not to be chosen, because they turned out to be damaged. `passed_over` is told of those
+    that are newer and not good, the newest first.
     """
     listing = storage.listing()
     for name in sorted(listing.keys() - set(without), key=_by_step, reverse=True):
-        found = _judge(storage, name, listing[name]).checkpoint
-        if found is not None:
-            return found
+        found = _judge(storage, name, listing[name])
+        if found.checkpoint is not None:
+            return found.checkpoint
+        if passed_over is not None:
+            passed_over(found)
     return None
 
 

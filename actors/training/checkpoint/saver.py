@@ -29,7 +29,7 @@ import torch.distributed
 
 from actors.training.checkpoint import export, manifest, shards
 from actors.training.checkpoint.aftermath import Aftermath
-from actors.training.checkpoint.manifest import Checkpoint, FileFact
+from actors.training.checkpoint.manifest import Checkpoint, FileFact, Found
 from actors.training.checkpoint.storage import RunStorage
 from actors.training.config import CheckpointConfig
 from actors.training.job import Position, Protected
@@ -284,10 +284,9 @@ class Checkpoints:
         """Rank 0: the checkpoint to go on from, and its ledger."""
         if not damaged:
             self._storage.clear()
-        chosen = manifest.latest(self._storage, without=damaged)
+        chosen = manifest.latest(self._storage, without=damaged, passed_over=_note_damage)
         if chosen is not None:
             manifest.require(chosen, run_id=self._run_id)
-            self._note_passed_over(chosen)
             # Whether it is as it was saved, `_fill` finds out.
             return chosen, self._storage.read(chosen.name, manifest.LEDGER).decode(errors="replace")
         hurt = {found.name for found in manifest.look(self._storage) if found.condition == "damaged"} | damaged
@@ -316,12 +315,6 @@ class Checkpoints:
                 raise self._unreadable(checkpoint.name, error) from None
             shards.read(fetch([]), state)
         return ()
-
-    def _note_passed_over(self, chosen: Checkpoint) -> None:
-        for found in manifest.look(self._storage):
-            step = manifest.step_of(found.name)
-            if found.condition == "damaged" and step is not None and step > chosen.step:
-                logger.warning("%s is damaged and passed over: %s", found.name, found.why)
 
     def _condemn(self, name: str, why: str) -> None:
         logger.warning("%s is damaged and passed over: %s", name, why)
@@ -421,3 +414,8 @@ def _nothing() -> Any:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+def _note_damage(found: Found) -> None:
+    if found.condition == "damaged":
+        logger.warning("%s is damaged and passed over: %s", found.name, found.why)
