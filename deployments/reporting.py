@@ -74,3 +74,10 @@ def whoami() -> tuple[str, str]:
     from ray import serve
 
     return serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
+
+
+def node_address() -> str:
+    """The address at which other nodes of the cluster reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

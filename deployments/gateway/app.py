@@ -104,8 +104,14 @@ async def _generation(
     if isinstance(first, dict):
         await _close(answers)
         return _whole(first, target, parts)
-    assembler = StreamAssembler(model=target.model, version=target.version, forward_usage=body.wants_usage, kind=kind)
-    events = assembler.feed("".join(first))
+    assembler = StreamAssembler(
+        model=target.model,
+        version=target.version,
+        forward_usage=body.wants_usage,
+        kind=kind,
+        spoken_as=target.adapter.engine_name if target.adapter else parts.served.llm,
+    )
+    events = assembler.feed(first)
     if assembler.fault:
         # Some refusals come from the engine as the first event of a stream.
         await _close(answers)
@@ -131,31 +137,31 @@ def _whole(answer: dict[str, Any], target: Target, parts: Parts) -> Response:
 
 
 async def _events(
-    events: list[str],
+    events: list[bytes],
     answers: AsyncIterator[Answer],
     assembler: StreamAssembler,
     deadline: float,
     metrics: GatewayMetrics,
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     """The client's events. Leaving early (the client hung up) closes `answers`, which stops the generation."""
     try:
-        for event in events:
-            yield event
+        if events:
+            yield b"".join(events)
         try:
             while True:
                 async with asyncio.timeout_at(deadline):
                     answer = await anext(answers, None)
                 if answer is None:
                     break
-                for event in assembler.feed("".join(answer)):
-                    yield event
+                assert isinstance(answer, bytes)
+                if made := assembler.feed(answer):
+                    yield b"".join(made)
             last = assembler.close()
         except FlywheelError as error:
             last = assembler.fail(error)
         except TimeoutError:
             last = assembler.fail(out_of_time())
-        for event in last:
-            yield event
+        yield b"".join(last)
     finally:
         if assembler.fault:
             metrics.stream_broke(model=assembler.model)

@@ -49,7 +49,7 @@ class EchoEngine:
                         raise self.fault
                     return
                 await asyncio.sleep(self.pause_s)
-                yield [event]
+                yield event.encode()
             ended = True
         finally:
             self.stopped_early += not ended

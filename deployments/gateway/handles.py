@@ -5,45 +5,48 @@ It knows which deployment method answers which port; it decides no status and no
 
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
+import aiohttp
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.errors import RequestError
 from cluster.vectors.port import Scalar
 from deployments.calls import call, translated
 from deployments.gateway.ports import Vectors
+from deployments.llm import wire
 from deployments.llm.protocol import Adapter, Answer, Generation
 
 _HANDLES_KEPT = 256
 
 
 class EngineHandle:
-    """`ports.Engine` over the LLM deployment."""
+    """`ports.Engine` over the LLM deployment: Serve says which replica, and the answer comes from there by HTTP."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        self._base = handle.options(stream=True)
-        self._plain = handle
+        self._base = handle
+        self._http: aiohttp.ClientSession | None = None
         # A configured handle has its own router and long poll to the controller: made once per adapter.
         self._for_adapter: OrderedDict[str, DeploymentHandle] = OrderedDict()
 
     async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
-        answers = self._handle(generation.adapter).generate.remote(generation)
+        if self._http is None:  # made in the event loop that uses it
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
         try:
-            async for answer in answers:
-                if isinstance(answer, RequestError):
-                    raise answer
-                yield answer
+            # Held to the end: Serve counts the answer as one that the replica has in hand, for routing, for scaling
+            # and for letting it end before the replica goes.
+            async with self._handle(generation.adapter).choose_replica() as chosen:
+                answers = wire.answers(self._http, wire.Address(**chosen.replica_metadata), generation)
+                async with aclosing(answers):
+                    async for answer in answers:
+                        yield answer
         except (RayError, RayServeException) as error:
             raise translated(error, "the language model") from None
-        finally:
-            # Also when the client has hung up: the engine must not go on for nobody.
-            answers.cancel()
 
     async def describe(self) -> dict[str, Any]:
-        return dict(await call(self._plain.describe, part="the language model"))
+        return dict(await call(self._base.describe, part="the language model"))
 
     def _handle(self, adapter: Adapter | None) -> DeploymentHandle:
         if adapter is None:

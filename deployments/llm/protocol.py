@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 Kind = Literal["chat", "completions"]
 
-Answer = dict[str, Any] | list[str]
-"""A whole response (not streamed: one item), or server-sent events `data: {…}\\n\\n` (streamed: many items)."""
+Answer = dict[str, Any] | bytes
+"""A whole response (not streamed: one item), or a piece of its server-sent events `data: {…}\\n\\n` (streamed: many
+items, cut anywhere)."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,9 @@ from deployments.llm.adapters import AdapterCache
 from deployments.llm.config import LLMConfig
 from deployments.llm.parity import check
 from deployments.llm.protocol import Adapter, Answer, Generation, Kind
+from deployments.llm.wire import Outlet
 from deployments.logs import join_serve
-from deployments.reporting import Reporter, whoami
+from deployments.reporting import Reporter, node_address, whoami
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class LLMDeployment(LLMServer):
             self._refuse_if_wrong(self._verdict)
         else:
             await self._warm_up()
+        self._outlet = Outlet(self.generate, host=node_address())
+        self._address = await self._outlet.start()
         self._reporter.start()
         logger.info(
             "%s is ready: engine %.1f s, warm-up and parity %.1f s; parity: %s",
@@ -107,19 +110,20 @@ class LLMDeployment(LLMServer):
             self._verdict or "not checked",
         )
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Answer | RequestError]:
-        """Run one generation: one whole response, or batches of server-sent events if `body.stream` is true.
+    async def record_replica_metadata(self) -> dict[str, str]:
+        """Serve's hook: what it tells every handle of this replica, once it is ready."""
+        return self._address.published()
 
-        What the client can mend comes as a `RequestError` in place of an answer: raised, Ray would log each
-        with its traceback. `CapacityError` and `DependencyError` are raised. After the first item a fault is
-        an error event in the stream.
+    async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
+        """Run one generation: one whole response, or pieces of server-sent events if `body.stream` is true.
+
+        Raises `RequestError` for what the client can mend, `CapacityError` and `DependencyError`. A fault of the
+        engine after the first item is an error event in the stream. The outlet calls it (`wire`).
         """
         self._running += 1
         try:
             async for answer in self._generate(generation):
                 yield answer
-        except RequestError as error:
-            yield error
         finally:
             self._running -= 1
 
@@ -171,8 +175,12 @@ class LLMDeployment(LLMServer):
             raise failures.bad_request(str(error), generation.kind, param=getattr(error, "parameter", None)) from None
 
     async def _start(self, request: Any, generation: Generation) -> AsyncIterator[Any]:
-        run = self.chat if generation.kind == "chat" else self.completions
-        answers: AsyncIterator[Any] = await run(request, RawRequestInfo(headers={}))
+        # What `LLMServer.chat` does for a call by Ray: the adapter comes from the generation and not from the call's
+        # options, and pieces are not held back 50 ms to save calls.
+        if generation.adapter is not None:
+            await self.engine.resolve_lora(await self._load_model(generation.adapter.engine_name))
+        run = self.engine.chat if generation.kind == "chat" else self.engine.completions
+        answers: AsyncIterator[Any] = run(request, RawRequestInfo(headers={}))
         return answers
 
     async def _start_with_adapter(self, request: Any, generation: Generation, adapter: Adapter) -> AsyncIterator[Any]:
@@ -219,11 +227,8 @@ class LLMDeployment(LLMServer):
 
 def _answer(item: Any, kind: Kind) -> Answer:
     """One item of Ray's stream as plain values; an error object becomes an exception."""
-    if isinstance(item, list):
-        for part in item:
-            if isinstance(part, ErrorResponse):
-                raise failures.from_report(part.error.model_dump(), kind)
-        return [str(part) for part in item]
+    if isinstance(item, str):
+        return item.encode("utf-8", "surrogatepass")
     if isinstance(item, ErrorResponse):
         raise failures.from_report(item.error.model_dump(), kind)
     assert isinstance(item, BaseModel)

@@ -51,7 +51,7 @@ def ask() -> Ask:
 
 
 def chunks(pieces: list[Any]) -> list[dict[str, Any]]:
-    text = "".join(part for piece in pieces for part in piece)
+    text = b"".join(pieces).decode()
     events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
     assert events[-1] == "[DONE]"
     return [json.loads(event) for event in events[:-1]]
