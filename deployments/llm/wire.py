@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import CapacityError, DependencyError, FlywheelError, RequestError
@@ -104,7 +104,10 @@ class Outlet:
         await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         answering.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)
+        ended, _ = await asyncio.gather(answering, leaving, return_exceptions=True)
+        if isinstance(ended, Exception):
+            # The connection breaks with it, so that the gateway does not take it for an end.
+            raise ended
 
     async def _answer(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         answers = self._generate(generation)
@@ -121,7 +124,7 @@ class Outlet:
             await _refusal(FlywheelError("The engine failed unforeseen."))(scope, receive, send)
             return
         if isinstance(first, dict):
-            await JSONResponse(first)(scope, receive, send)
+            await Response(json.dumps(first), media_type="application/json")(scope, receive, send)
             return
         headers = [(b"content-type", _EVENTS.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
