@@ -34,6 +34,7 @@ CONNECT_WAIT_S = 2.0
 """A replica is in the same cluster: one that does not take a connection by then is gone."""
 STOP_WAIT_S = 5
 
+_BACKLOG = 2048
 _PATH = "/generate"
 _EVENTS = "text/event-stream"
 _PASSED = "x-flywheel-error"
@@ -70,6 +71,7 @@ class Outlet:
         """Listen; returns where."""
         listening = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
         listening.bind((self._host, 0))
+        listening.listen(_BACKLOG)  # who is told the address may call at once, also before the server has begun
         port = listening.getsockname()[1]
         config = uvicorn.Config(
             self, lifespan="off", access_log=False, log_config=None, timeout_graceful_shutdown=STOP_WAIT_S
