@@ -3,9 +3,10 @@
 It knows which deployment method answers which port; it decides no status and no name.
 """
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import aiohttp
@@ -13,12 +14,15 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from cluster.errors import CapacityError
 from cluster.vectors.port import Scalar
-from deployments.calls import call, translated
+from deployments.calls import RESTART_RETRY_AFTER_S, call, translated
 from deployments.gateway.ports import Vectors
 from deployments.llm import wire
 from deployments.llm.protocol import Adapter, Answer, Generation
 
+REPLICA_WAIT_S = 5.0
+"""A start takes ten times as long: who waits for one should do so at home."""
 _HANDLES_KEPT = 256
 
 
@@ -35,18 +39,30 @@ class EngineHandle:
         if self._http is None:  # made in the event loop that uses it
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
         try:
-            # Held to the end: Serve counts the answer as one that the replica has in hand, for routing, for scaling
-            # and for letting it end before the replica goes.
-            async with self._handle(generation.adapter).choose_replica() as chosen:
-                answers = wire.answers(self._http, wire.Address(**chosen.replica_metadata), generation)
-                async with aclosing(answers):
-                    async for answer in answers:
-                        yield answer
+            async with AsyncExitStack() as held:
+                # Held to the end: Serve counts the answer as one that the replica has in hand, for routing, for
+                # scaling and for letting it end before the replica goes.
+                address = await self._replica(held, generation.adapter)
+                answers = await held.enter_async_context(aclosing(wire.answers(self._http, address, generation)))
+                async for answer in answers:
+                    yield answer
         except (RayError, RayServeException) as error:
             raise translated(error, "the language model") from None
 
     async def describe(self) -> dict[str, Any]:
         return dict(await call(self._base.describe, part="the language model"))
+
+    async def _replica(self, held: AsyncExitStack, adapter: Adapter | None) -> wire.Address:
+        """A replica with room, until `held` ends; Serve would wait for ever if there is none."""
+        try:
+            async with asyncio.timeout(REPLICA_WAIT_S):
+                chosen = await held.enter_async_context(self._handle(adapter).choose_replica())
+        except TimeoutError:
+            raise CapacityError(
+                "No replica of the language model is there to answer. One is being started.",
+                retry_after_s=RESTART_RETRY_AFTER_S,
+            ) from None
+        return wire.Address(**chosen.replica_metadata)
 
     def _handle(self, adapter: Adapter | None) -> DeploymentHandle:
         if adapter is None:

@@ -14,7 +14,8 @@ from deployments.llm.config import LLMConfig
 from deployments.llm.server import LLMDeployment
 
 NAME = "llm"
-HEALTH_PERIOD_S = 5
+HEALTH_PERIOD_S = 1
+"""How soon Serve sees that a replica's process has ended, and starts another."""
 HEALTH_TIMEOUT_S = 30
 """Long: on a small CPU one engine step with a long prompt keeps the event loop busy for seconds."""
 SHUTDOWN_WAIT_S = 60

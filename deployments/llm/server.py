@@ -7,6 +7,7 @@ what a replica holds: it serves on when the registry is away. It knows no HTTP.
 
 import asyncio
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -43,6 +44,10 @@ from deployments.llm.protocol import Adapter, Answer, Generation, Kind
 from deployments.llm.wire import Outlet
 from deployments.logs import join_serve
 from deployments.reporting import Reporter, node_address, whoami
+
+ENGINE_LOOK_S = 0.25
+LAST_WORDS_S = 0.5
+"""From the engine's death to the end of its replica: open streams get their error event meanwhile."""
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +107,7 @@ class LLMDeployment(LLMServer):
         self._outlet = Outlet(self.generate, host=node_address())
         self._address = await self._outlet.start()
         self._reporter.start()
+        self._watch = asyncio.create_task(self._end_with_the_engine(), name="engine-watch")
         logger.info(
             "%s is ready: engine %.1f s, warm-up and parity %.1f s; parity: %s",
             self._base,
@@ -203,6 +209,20 @@ class LLMDeployment(LLMServer):
                     code="adapter_invalid",
                     hint="Register an adapter that was trained on this base.",
                 ) from None
+
+    async def _end_with_the_engine(self) -> None:
+        """A replica without an engine is of no use, and Serve calls it unwell only when three checks in a row failed.
+
+        A process that has ended it replaces at once, and no handle asks it again.
+        """
+        try:
+            while True:
+                await asyncio.sleep(ENGINE_LOOK_S)
+                await self.engine.check_health()
+        except EngineDeadError:
+            logger.error("The engine of %s has died; its replica ends, so that Serve starts another.", self._base)
+        await asyncio.sleep(LAST_WORDS_S)
+        os._exit(1)  # not `sys.exit`: in a task it would only end the task
 
     def _refuse_if_wrong(self, verdict: ParityVerdict) -> None:
         if not verdict.passed:
