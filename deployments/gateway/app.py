@@ -5,13 +5,16 @@ handles. A generation goes `_generation` → `Engine.generate` → `deployments.
 """
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from numpy.typing import NDArray
 from starlette.exceptions import HTTPException
 
 from cluster.errors import FlywheelError, RequestError
@@ -81,6 +84,32 @@ def _add_generation(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await _generation(request, parts, config, "completions", schemas.CompletionBody)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await _tokens(request, parts, config, "tokenize")
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await _tokens(request, parts, config, "detokenize")
+
+
+async def _tokens(request: Request, parts: Parts, config: GatewayConfig, kind: Kind) -> Response:
+    """Text to the model's token ids, or back; nothing is generated and no token is counted."""
+    body, raw = schemas.parse(schemas.TokensBody, await read_body(request, config.max_request_bytes))
+    trace = trace_of(request)
+    name = body.model or parts.served.llm
+    if name is None or parts.engine is None:
+        raise RequestError("This application serves no language model.", status=404, code="model_not_found")
+    target = models.generator(parts.served, parts.feed.current, name, key=trace.request_id)
+    trace.model, trace.version = target.model, target.version
+    answers = parts.engine.generate(Generation(kind, raw, request_id=uuid.uuid4().hex, adapter=target.adapter))
+    async with asyncio.timeout(config.request_timeout_s):
+        answer = await anext(answers, None)
+    await _close(answers)
+    if not isinstance(answer, dict):
+        raise engine_lost()
+    return JSONResponse(answer, headers={VERSION_HEADER: target.version})
 
 
 async def _generation(
@@ -196,6 +225,31 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
             schemas.embeddings_response(model, made.vectors, made.tokens, body.encoding_format),
             headers={VERSION_HEADER: model},
         )
+
+    @app.post("/v1/score")
+    async def score(request: Request) -> Response:
+        body, _ = schemas.parse(schemas.ScoreBody, await read_body(request, config.max_request_bytes))
+        model = models.embedder(parts.served, body.model)
+        if parts.embedder is None:
+            raise RequestError("This application serves no embedding model.", status=404, code="model_not_found")
+        trace = trace_of(request)
+        trace.model = trace.version = model
+        async with asyncio.timeout(config.request_timeout_s):
+            made = await parts.embedder.embed([*body.queries, *body.documents])
+        count = sum(made.tokens)
+        parts.metrics.tokens(model=model, version=model, prompt=count, completion=0)
+        scores = similarity(made.vectors[: len(body.queries)], made.vectors[len(body.queries) :])
+        content = schemas.score_response(
+            model, scores, count, request_id=f"score-{trace.request_id}", created=int(time.time())
+        )
+        return JSONResponse(content, headers={VERSION_HEADER: model})
+
+
+def similarity(queries: NDArray[np.float32], documents: NDArray[np.float32]) -> list[float]:
+    """Cosine of each document [N, D] with its query [N, D], or with the one query [1, D]."""
+    lengths = np.linalg.norm(queries, axis=1) * np.linalg.norm(documents, axis=1)
+    found: list[float] = ((queries * documents).sum(axis=1) / lengths).tolist()
+    return found
 
 
 async def _require_dimensions(embedder: Embedder, asked: int) -> None:

@@ -35,6 +35,13 @@ class EchoEngine:
         self.seen.append(generation)
         if self.fault and self.breaks_after is None:
             raise self.fault
+        if generation.kind == "tokenize":
+            found = [ord(letter) for letter in str(generation.body.get("prompt", ""))]
+            yield {"count": len(found), "max_model_len": 128, "tokens": found}
+            return
+        if generation.kind == "detokenize":
+            yield {"prompt": "".join(map(chr, generation.body["tokens"]))}
+            return
         words = _words(generation)
         usage = {"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)}
         if not generation.body.get("stream"):

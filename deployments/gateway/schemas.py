@@ -7,11 +7,12 @@ parameter which vLLM learns tomorrow passes today. Types are strict: `"stream": 
 import base64
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -21,6 +22,7 @@ from pydantic import (
     StrictStr,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
 from cluster.errors import RequestError
@@ -74,6 +76,40 @@ class CompletionBody(GenerationBody):
     """`/v1/completions`."""
 
     prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+
+
+class TokensBody(BaseModel):
+    """`/tokenize` and `/detokenize`, as vLLM has them; without a model, the base."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: Text | None = None
+
+
+class ScoreBody(BaseModel):
+    """`/v1/score`: how near each document is to its query, or to the one query. vLLM's names, old and new."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: Text
+    queries: Annotated[list[Text], Field(min_length=1, validation_alias=AliasChoices("queries", "text_1"))]
+    documents: Annotated[list[Text], Field(min_length=1, validation_alias=AliasChoices("documents", "text_2"))]
+
+    @field_validator("queries", "documents", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _pairs(self) -> Self:
+        if len(self.queries) not in (1, len(self.documents)):
+            raise ValueError(
+                f"{len(self.queries)} queries and {len(self.documents)} documents make no pairs: "
+                "give one query, or one for each document"
+            )
+        if len(self.documents) + len(self.queries) > MAX_INPUTS:
+            raise ValueError(f"at most {MAX_INPUTS} texts in one request")
+        return self
 
 
 class EmbeddingsBody(BaseModel):
@@ -163,6 +199,20 @@ def embeddings_response(
             for index, vector in enumerate(vectors)
         ],
         "usage": {"prompt_tokens": total, "total_tokens": total},
+    }
+
+
+def score_response(
+    model: str, scores: Sequence[float], tokens: int, *, request_id: str, created: int
+) -> dict[str, Any]:
+    """vLLM's response: one score for each document, in their order."""
+    return {
+        "id": request_id,
+        "object": "list",
+        "created": created,
+        "model": model,
+        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+        "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
     }
 
 

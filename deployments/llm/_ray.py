@@ -33,6 +33,7 @@ __all__ = [
     "RawRequestInfo",
     "VLLMClientError",
     "VLLMEngine",
+    "find_tokenization",
     "use_weights",
 ]
 
@@ -48,6 +49,15 @@ class OneProcessEngine(VLLMEngine):
         engine_args, frontend_args, engine_config = super()._prepare_engine_config(callback_ctx)
         engine_config.parallel_config.distributed_executor_backend = "uni"
         return engine_args, frontend_args, engine_config
+
+
+def find_tokenization(engine: Any) -> None:
+    """Show a started engine where vLLM keeps what answers `/tokenize` and `/detokenize`.
+
+    vLLM 0.32 calls it `serving_tokenization`, Ray 2.60 looks for `openai_serving_tokenization` and then says that
+    the model does not support it. Delete when Ray looks for vLLM's name.
+    """
+    engine._oai_serving_tokenization = engine._app_state.serving_tokenization
 
 
 def use_weights(llm_config: Any, path: str) -> None:

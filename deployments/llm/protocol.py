@@ -7,7 +7,7 @@ needs neither the registry nor an alias to answer one. It knows no HTTP and no R
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["chat", "completions"]
+Kind = Literal["chat", "completions", "tokenize", "detokenize"]
 
 Answer = dict[str, Any] | bytes
 """A whole response (not streamed: one item), or a piece of its server-sent events `data: {…}\\n\\n` (streamed: many
@@ -37,7 +37,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Generation:
-    """One chat or text completion to run. `body` is the client's JSON, not yet validated by the engine."""
+    """One thing to ask of the engine, by `kind`. `body` is the client's JSON, not yet validated by the engine."""
 
     kind: Kind
     body: dict[str, Any]

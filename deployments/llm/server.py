@@ -15,9 +15,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from ray.serve.llm import LLMServer
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
 
 from actors.evaluation.parity import ParityVerdict, reference
 from actors.registry.serving import ServingReport
@@ -35,6 +36,7 @@ from deployments.llm._ray import (
     RawRequestInfo,
     VLLMClientError,
     VLLMEngine,
+    find_tokenization,
     use_weights,
 )
 from deployments.llm.adapters import AdapterCache
@@ -45,6 +47,12 @@ from deployments.llm.wire import Outlet
 from deployments.logs import join_serve
 from deployments.reporting import Reporter, node_address, whoami
 
+_REQUESTS: dict[Kind, TypeAdapter[Any]] = {
+    "chat": TypeAdapter(ChatCompletionRequest),
+    "completions": TypeAdapter(CompletionRequest),
+    "tokenize": TypeAdapter(TokenizeRequest),
+    "detokenize": TypeAdapter(DetokenizeRequest),
+}
 ENGINE_LOOK_S = 0.25
 LAST_WORDS_S = 0.5
 """From the engine's death to the end of its replica: open streams get their error event meanwhile."""
@@ -98,6 +106,7 @@ class LLMDeployment(LLMServer):
             engine_cls=OneProcessEngine if llm_config.accelerator_config.kind == "cpu" else VLLMEngine,
             model_downloader=partial(AdapterLoader, cache=self._cache, known=self._known),
         )
+        find_tokenization(self.engine)
         engine_ready = time.monotonic()
         if computing:
             self._verdict = await check(await computing, self._whole_answer, settings.dtype, settings.max_model_len)
@@ -170,11 +179,11 @@ class LLMDeployment(LLMServer):
             raise failures.bad_request(str(error), generation.kind, param=getattr(error, "parameter", None)) from None
 
     def _parse(self, generation: Generation) -> Any:
-        request_class = ChatCompletionRequest if generation.kind == "chat" else CompletionRequest
         name = generation.adapter.engine_name if generation.adapter else self._base
         try:
             # The id is ours: two requests with one id would answer each other.
-            return request_class.model_validate({**generation.body, "model": name, "request_id": generation.request_id})
+            facts = {**generation.body, "model": name, "request_id": generation.request_id}
+            return _REQUESTS[generation.kind].validate_python(facts)
         except ValidationError as error:
             raise failures.from_validation(error, generation.body) from None
         except (VLLMClientError, ValueError) as error:
@@ -185,8 +194,7 @@ class LLMDeployment(LLMServer):
         # options, and pieces are not held back 50 ms to save calls.
         if generation.adapter is not None:
             await self.engine.resolve_lora(await self._load_model(generation.adapter.engine_name))
-        run = self.engine.chat if generation.kind == "chat" else self.engine.completions
-        answers: AsyncIterator[Any] = run(request, RawRequestInfo(headers={}))
+        answers: AsyncIterator[Any] = getattr(self.engine, generation.kind)(request, RawRequestInfo(headers={}))
         return answers
 
     async def _start_with_adapter(self, request: Any, generation: Generation, adapter: Adapter) -> AsyncIterator[Any]:

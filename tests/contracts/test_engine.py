@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,16 @@ async def test_an_adapter_that_is_not_there_is_an_error_before_the_first_answer(
     gone = Generation("chat", ask().body, "contract-gone", Adapter("gone/1", "/nowhere", "0" * 64))
     with pytest.raises(FlywheelError):
         await anext(engine.generate(gone))
+
+
+async def test_tokens_of_a_text_are_the_text_again(engine: Engine, ask: Ask) -> None:
+    text = "Hé, one two"
+    made = await anext(engine.generate(replace(ask(), kind="tokenize", body={"prompt": text})))
+    assert isinstance(made, dict)
+    assert made["count"] == len(made["tokens"]) > 0
+    back = await anext(engine.generate(replace(ask(), kind="detokenize", body={"tokens": made["tokens"]})))
+    assert isinstance(back, dict)
+    assert back["prompt"] == text
 
 
 async def test_it_describes_itself(engine: Engine) -> None:

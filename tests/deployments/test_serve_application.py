@@ -183,6 +183,23 @@ def test_embeddings_in_both_encodings_are_the_same_unit_vectors(serve_app: Serve
     np.testing.assert_allclose(alone.data[0].embedding, floats.data[0].embedding, atol=1e-4)
 
 
+def test_tokens_and_scores(serve_app: ServeApp, versions: list[Version]) -> None:
+    counted = serve_app.sdk.chat.completions.create(model=BASE, messages=HELLO, max_tokens=1).usage
+    for model in (BASE, f"{BASE}:serving"):
+        made = serve_app.http.post("/tokenize", json={"model": model, "messages": HELLO}).json()
+        assert counted is not None
+        assert made["count"] == len(made["tokens"]) == counted.prompt_tokens
+        assert made["max_model_len"] == MAX_MODEL_LEN
+    refused = serve_app.http.post("/detokenize", json={"tokens": ["x"]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
+    scored = serve_app.http.post(
+        "/v1/score",
+        json={"model": EMBEDDER, "queries": "open a file", "documents": ["read a file", "bake a cake"]},
+    ).json()
+    near, far = (row["score"] for row in scored["data"])
+    assert 1 > near > far
+
+
 def test_documents_are_found_again(serve_app: ServeApp) -> None:
     written = serve_app.http.post(
         "/v1/collections/serving/documents",

@@ -172,9 +172,40 @@ async def test_embeddings_are_the_same_numbers_in_both_encodings(stand: Stand) -
     assert len((await stand.sdk.embeddings.create(model="minilm", input="a", dimensions=8)).data[0].embedding) == 8
 
 
+async def test_text_becomes_tokens_and_tokens_text_also_without_a_model(stand: Stand) -> None:
+    for named in ({"model": "smol:triage"}, {}):
+        made = await stand.http.post("/tokenize", json={**named, "prompt": "abc"})
+        assert made.json()["tokens"] == [97, 98, 99]
+        back = await stand.http.post("/detokenize", json={**named, "tokens": [97, 98, 99]})
+        assert back.json() == {"prompt": "abc"}
+    assert stand.engine.seen[0].adapter is not None
+    assert stand.engine.seen[0].adapter.version == "triage/1"
+    assert not any(row.prompt_tokens or row.completion_tokens for row in stand.usage.changed())
+
+
+@pytest.mark.parametrize("names", [("queries", "documents"), ("text_1", "text_2")])
+async def test_a_score_is_the_cosine_of_what_the_embedder_makes(stand: Stand, names: tuple[str, str]) -> None:
+    query, documents = names
+    response = await stand.http.post("/v1/score", json={"model": "minilm", query: "a b", documents: ["a b", "c"]})
+    made = await HashEmbedder().embed(["a b", "a b", "c"])
+    scores = [row["score"] for row in response.json()["data"]]
+    np.testing.assert_allclose(scores, made.vectors[1:] @ made.vectors[0], atol=1e-6)
+    assert scores[0] == pytest.approx(1)
+    assert [row["index"] for row in response.json()["data"]] == [0, 1]
+    assert response.json()["usage"]["prompt_tokens"] == 5
+    pairs = await stand.http.post("/v1/score", json={"model": "minilm", query: ["c", "a b"], documents: ["c", "c"]})
+    assert [row["score"] for row in pairs.json()["data"]] == pytest.approx([1, scores[1]])
+
+
 @pytest.mark.parametrize(
     ("method", "path", "content", "status", "code"),
     [
+        ("POST", "/tokenize", b'{"model": "nope", "prompt": "a"}', 404, "model_not_found"),
+        ("POST", "/tokenize", b'{"model": "minilm", "prompt": "a"}', 400, "model_not_supported"),
+        ("POST", "/v1/score", b'{"model": "smol", "queries": "a", "documents": "b"}', 400, "model_not_supported"),
+        ("POST", "/v1/score", b'{"model": "minilm", "queries": "a"}', 400, "invalid_value"),
+        ("POST", "/v1/score", b'{"model": "minilm", "queries": "", "documents": "b"}', 400, "invalid_value"),
+        ("POST", "/v1/score", b'{"model": "minilm", "queries": ["a", "b"], "documents": "c"}', 400, "invalid_value"),
         ("POST", "/v1/chat/completions", b'{"model": ', 400, "invalid_json"),
         ("POST", "/v1/chat/completions", b"[]", 400, "invalid_json"),
         ("POST", "/v1/chat/completions", json.dumps({**CHAT, "messages": "hi"}).encode(), 400, "invalid_value"),
