@@ -3,7 +3,8 @@
     FlywheelError
     ├── ConfigError        a recipe, flag or file that cannot be used        exit 2   HTTP 400
     ├── RequestError       one request that cannot be served as asked        exit 1   HTTP 4xx
-    ├── CapacityError      no room now; the same call may pass later         exit 1   HTTP 429/503
+    ├── CapacityError      no room now; the same call may pass later         exit 1   HTTP 503
+    │   └── RateLimitError more is asked than is served; ask more slowly     exit 1   HTTP 429
     ├── DependencyError    something we stand on is not reachable            exit 1   HTTP 503
     ├── StateError         an illegal move in the registry's state machine   exit 1   HTTP 409
     └── TrainingError      a run that ended without its result               exit 1   HTTP 500
@@ -78,6 +79,16 @@ class CapacityError(FlywheelError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
         super().__init__(message, hint=hint, retryable=True)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitError(CapacityError):
+    """More is asked than is served: the caller's share, or the queue that all share, is full.
+
+    Not a fault of the server: nothing is broken or being replaced, and asking more slowly helps. That is why it is
+    429 where its base is 503, and why a version's traffic does not count it as a failure.
+    """
+
+    status = 429
 
 
 class DependencyError(FlywheelError):

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from cluster.errors import CapacityError, DependencyError, FlywheelError, RequestError
+from cluster.errors import CapacityError, DependencyError, FlywheelError, RateLimitError, RequestError
 
 DEPENDENCY_RETRY_AFTER_S = 5.0
 
@@ -44,6 +44,8 @@ def problem(error: BaseException) -> Problem:
     match error:
         case RequestError():
             return Problem(error.status, _said(error), _type(error.status), error.param, error.code)
+        case RateLimitError():
+            return _busy(error, "rate_limit_exceeded", error.retry_after_s)
         case CapacityError():
             return _busy(error, "overloaded", error.retry_after_s)
         case DependencyError():

@@ -3,7 +3,7 @@ import json
 import pytest
 from starlette.exceptions import HTTPException
 
-from cluster.errors import CapacityError, ConfigError, DependencyError, RequestError, StateError
+from cluster.errors import CapacityError, ConfigError, DependencyError, RateLimitError, RequestError, StateError
 from deployments.gateway.errors import problem
 
 
@@ -13,6 +13,7 @@ from deployments.gateway.errors import problem
         (RequestError("no", param="model", code="c", status=404), 404, "invalid_request_error", "c", "model"),
         (RequestError("long", code="c"), 400, "invalid_request_error", "c", None),
         (CapacityError("full", retry_after_s=2.5), 503, "server_error", "overloaded", None),
+        (RateLimitError("slow down"), 429, "rate_limit_error", "rate_limit_exceeded", None),
         (DependencyError("gone"), 503, "server_error", "dependency_unavailable", None),
         (ConfigError("bad"), 400, "invalid_request_error", None, None),
         (StateError("no move"), 409, "invalid_request_error", None, None),
@@ -35,6 +36,7 @@ def test_every_error_has_openais_shape(
 
 def test_a_client_is_told_when_to_come_back() -> None:
     assert problem(CapacityError("full", retry_after_s=2.5)).headers == {"Retry-After": "3"}
+    assert problem(RateLimitError("slow down", retry_after_s=0.2)).headers == {"Retry-After": "1"}
     assert problem(DependencyError("bad files", retryable=False)).headers == {}
     assert problem(HTTPException(405, headers={"Allow": "POST"})).headers == {"Allow": "POST"}
 
