@@ -122,7 +122,13 @@ async def _generation(
     if parts.engine is None:
         raise RequestError("This application serves no language model.", status=404, code="model_not_found")
     trace.model, trace.version = target.model, target.version
-    generation = Generation(kind=kind, body=body.for_engine(raw), request_id=uuid.uuid4().hex, adapter=target.adapter)
+    generation = Generation(
+        kind=kind,
+        body=body.for_engine(raw),
+        request_id=uuid.uuid4().hex,
+        adapter=target.adapter,
+        tokens=body.about_tokens,
+    )
     answers = parts.engine.generate(generation)
     # The status line must wait for the first answer: a refused request has to be a 4xx, not a broken stream.
     deadline = asyncio.get_running_loop().time() + config.request_timeout_s

@@ -4,7 +4,7 @@ It knows which deployment method answers which port; it decides no status and no
 """
 
 import asyncio
-from collections import OrderedDict
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
@@ -17,23 +17,25 @@ from ray.serve.handle import DeploymentHandle
 from cluster.errors import CapacityError
 from cluster.vectors.port import Scalar
 from deployments.calls import RESTART_RETRY_AFTER_S, call, translated
+from deployments.gateway.fleet import Ask
+from deployments.gateway.placement import Dispatcher, Placement
 from deployments.gateway.ports import Vectors
 from deployments.llm import wire
-from deployments.llm.protocol import Adapter, Answer, Generation
+from deployments.llm.protocol import Answer, Generation
 
+_PREFIX_LENGTH = 1024
+_PREFIX_MESSAGES = 4
 REPLICA_WAIT_S = 5.0
 """A start takes ten times as long: who waits for one should do so at home."""
-_HANDLES_KEPT = 256
 
 
 class EngineHandle:
     """`ports.Engine` over the LLM deployment: Serve says which replica, and the answer comes from there by HTTP."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        self._base = handle
+        self._handle = handle
         self._http: aiohttp.ClientSession | None = None
-        # A configured handle has its own router and long poll to the controller: made once per adapter.
-        self._for_adapter: OrderedDict[str, DeploymentHandle] = OrderedDict()
+        self._dispatcher = Dispatcher()
 
     async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
         if self._http is None:  # made in the event loop that uses it
@@ -42,7 +44,7 @@ class EngineHandle:
             async with AsyncExitStack() as held:
                 # Held to the end: Serve counts the answer as one that the replica has in hand, for routing, for
                 # scaling and for letting it end before the replica goes.
-                address = await self._replica(held, generation.adapter)
+                address = await self._replica(held, asked_of(generation))
                 answers = await held.enter_async_context(aclosing(wire.answers(self._http, address, generation)))
                 async for answer in answers:
                     yield answer
@@ -50,31 +52,34 @@ class EngineHandle:
             raise translated(error, "the language model") from None
 
     async def describe(self) -> dict[str, Any]:
-        return dict(await call(self._base.describe, part="the language model"))
+        return dict(await call(self._handle.describe, part="the language model"))
 
-    async def _replica(self, held: AsyncExitStack, adapter: Adapter | None) -> wire.Address:
+    async def _replica(self, held: AsyncExitStack, ask: Ask) -> wire.Address:
         """A replica with room, until `held` ends; Serve would wait for ever if there is none."""
         try:
             async with asyncio.timeout(REPLICA_WAIT_S):
-                chosen = await held.enter_async_context(self._handle(adapter).choose_replica())
+                chosen = await held.enter_async_context(self._handle.choose_replica(Placement(self._dispatcher, ask)))
         except TimeoutError:
             raise CapacityError(
                 "No replica of the language model is there to answer. One is being started.",
                 retry_after_s=RESTART_RETRY_AFTER_S,
             ) from None
+        held.enter_context(self._dispatcher.sent(chosen.replica_id, ask))
         return wire.Address(**chosen.replica_metadata)
 
-    def _handle(self, adapter: Adapter | None) -> DeploymentHandle:
-        if adapter is None:
-            # No multiplexed id: base requests go to any replica, not to the one that has "the base" loaded.
-            return self._base
-        name = adapter.engine_name
-        if name not in self._for_adapter:
-            self._for_adapter[name] = self._base.options(multiplexed_model_id=name)
-            if len(self._for_adapter) > _HANDLES_KEPT:
-                self._for_adapter.popitem(last=False)
-        self._for_adapter.move_to_end(name)
-        return self._for_adapter[name]
+
+def asked_of(generation: Generation) -> Ask:
+    """A generation as far as its place matters."""
+    adapter = generation.adapter.engine_name if generation.adapter else None
+    return Ask(adapter=adapter, prefix=_beginning(generation.body), tokens=generation.tokens)
+
+
+def _beginning(body: dict[str, Any]) -> str:
+    """The text that a prompt begins with, as far as it is worth comparing."""
+    prompt = body.get("prompt")
+    if prompt is not None:
+        return str(prompt[:_PREFIX_LENGTH])
+    return json.dumps(body.get("messages", [])[:_PREFIX_MESSAGES], ensure_ascii=False)[:_PREFIX_LENGTH]
 
 
 class EmbedderHandle:

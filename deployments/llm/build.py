@@ -16,6 +16,8 @@ from deployments.llm.server import LLMDeployment
 NAME = "llm"
 HEALTH_PERIOD_S = 1
 """How soon Serve sees that a replica's process has ended, and starts another."""
+ROUTING_REPORT_S = 1.0
+"""How often a replica says what it holds and how loaded it is; between two reports a gateway counts for itself."""
 HEALTH_TIMEOUT_S = 30
 """Long: on a small CPU one engine step with a long prompt keeps the event loop busy for seconds."""
 SHUTDOWN_WAIT_S = 60
@@ -46,6 +48,10 @@ def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
         deployment_config={
             "num_replicas": config.replicas,
             "ray_actor_options": {"num_cpus": 0},
+            "request_router_config": {
+                "request_router_class": "deployments.gateway.serve_router:PlacementRouter",
+                "request_routing_stats_period_s": ROUTING_REPORT_S,
+            },
             "health_check_period_s": HEALTH_PERIOD_S,
             "health_check_timeout_s": HEALTH_TIMEOUT_S,
             "graceful_shutdown_timeout_s": SHUTDOWN_WAIT_S,

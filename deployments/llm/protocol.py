@@ -44,3 +44,5 @@ class Generation:
     request_id: str
     adapter: Adapter | None = None
     """Unset: the base model answers."""
+    tokens: int = 1
+    """About how many it will take, prompt and answer: what the load of a replica is counted in."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from functools import partial
@@ -97,6 +97,7 @@ class LLMDeployment(LLMServer):
         self._source, self._node = whoami()
         self._reporter = Reporter(self._holdings)
         self._verdict: ParityVerdict | None = None
+        self._in_hand: Counter[str] = Counter()
         self._running = 0
         # The reference's forward takes seconds, the first time; the engine starts meanwhile.
         expected = asyncio.to_thread(reference, self._model, home) if settings.parity_check else None
@@ -129,18 +130,30 @@ class LLMDeployment(LLMServer):
         """Serve's hook: what it tells every handle of this replica, once it is ready."""
         return self._address.published()
 
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook: what the handles' routers are told again and again (`gateway.placement`, `fleet.Replica`)."""
+        return {
+            "slots": self._settings.max_adapters,
+            "resident": {name: self._in_hand[name] for name in self._known},
+            "tokens_in_flight": self._in_hand.total(),
+            "running": self._running,
+        }
+
     async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
         """Run one generation: one whole response, or pieces of server-sent events if `body.stream` is true.
 
         Raises `RequestError` for what the client can mend, `CapacityError` and `DependencyError`. A fault of the
         engine after the first item is an error event in the stream. The outlet calls it (`wire`).
         """
+        name = generation.adapter.engine_name if generation.adapter else ""
         self._running += 1
+        self._in_hand[name] += generation.tokens
         try:
             async for answer in self._generate(generation):
                 yield answer
         finally:
             self._running -= 1
+            self._in_hand[name] -= generation.tokens
 
     async def describe(self) -> dict[str, Any]:
         """Facts for health and for people: which weights, which precision, what the parity check found."""

@@ -1,0 +1,64 @@
+"""The gateway's account of its replicas: what they reported, and what it has sent since."""
+
+import pytest
+
+from cluster.errors import CapacityError
+from deployments.gateway.fleet import Ask, Fleet
+from deployments.gateway.handles import asked_of
+from deployments.gateway.placement import Dispatcher
+from deployments.gateway.routing import Choice
+from deployments.llm.protocol import Adapter, Generation
+
+
+class LeastLoaded:
+    """A policy that shows what the fleet looks like."""
+
+    def choose(self, ask: Ask, fleet: Fleet) -> Choice:
+        if not fleet.usable:
+            raise CapacityError("none")
+        self.loads = {replica.id: replica.tokens_in_flight for replica in fleet.usable}
+        return Choice(min(self.loads, key=lambda name: (self.loads[name], name)), "idle", len(self.loads))
+
+
+def report(tokens: int = 0) -> dict[str, object]:
+    return {"slots": 4, "resident": {}, "tokens_in_flight": tokens, "running": 0}
+
+
+def test_what_is_sent_counts_until_it_is_over_or_reported() -> None:
+    policy = LeastLoaded()
+    dispatcher, ask = Dispatcher(policy), Ask(tokens=100)
+    reports = {"a": report(), "b": report()}
+    assert dispatcher.choose(ask, reports).replica == "a"
+    with dispatcher.sent("a", ask):
+        assert dispatcher.choose(ask, reports).replica == "b"
+        assert policy.loads == {"a": 100, "b": 0}
+        reports["b"] = report(700)
+        assert dispatcher.choose(ask, reports).replica == "a"
+        assert policy.loads == {"a": 100, "b": 700}
+    dispatcher.choose(ask, reports)
+    assert policy.loads == {"a": 0, "b": 700}
+
+
+def test_a_replica_that_goes_takes_its_account_with_it() -> None:
+    policy = LeastLoaded()
+    dispatcher, ask = Dispatcher(policy), Ask(tokens=5)
+    both, one = {"a": report(), "b": report(3)}, {"b": report(3)}
+    dispatcher.choose(ask, both)
+    with dispatcher.sent("a", ask):
+        assert dispatcher.choose(ask, one).replica == "b"
+    dispatcher.choose(ask, both)
+    assert policy.loads == {"a": 0, "b": 3}
+    with pytest.raises(CapacityError):
+        dispatcher.choose(ask, {})
+
+
+def test_requests_of_one_version_and_beginning_have_one_place() -> None:
+    adapter = Adapter("triage/3", "/v", "0" * 64)
+    asks = [
+        asked_of(Generation("chat", {"messages": [{"role": "system", "content": "s" * 2000}, {"content": end}]}, "x"))
+        for end in ("one", "two")
+    ]
+    assert asks[0].prefix == asks[1].prefix
+    assert asked_of(Generation("chat", {"messages": []}, "x", adapter)).adapter == adapter.engine_name
+    assert asked_of(Generation("completions", {"prompt": [1, 2, 3]}, "x", tokens=9)) == Ask(None, "[1, 2, 3]", 9)
+    assert asked_of(Generation("detokenize", {"tokens": [1]}, "x")).prefix
