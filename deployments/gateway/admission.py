@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from cluster.errors import RateLimitError
+from deployments.gateway.config import GatewayConfig
 from deployments.gateway.fair_queue import FairQueue, Limits, Place, Refused, State
 
 SHORTEST_RETRY_S = 1.0
@@ -59,6 +60,16 @@ class Admission:
         self._queue = FairQueue(self._limits, weight=weight)
         self._clock = clock
         self._wakes: dict[Place, asyncio.Future[None]] = {}
+
+    @classmethod
+    def of(cls, config: GatewayConfig) -> "Admission":
+        """As the settings say."""
+        return cls(
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_waiting_per_key=config.max_waiting_per_caller,
+            max_wait_s=config.max_wait_s,
+        )
 
     @property
     def running(self) -> int:

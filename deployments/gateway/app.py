@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from numpy.typing import NDArray
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from cluster.errors import FlywheelError, RequestError
 from deployments.gateway import metrics as gateway_metrics
 from deployments.gateway import models, schemas
+from deployments.gateway.admission import Admission, Turn
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.errors import out_of_time, problem
 from deployments.gateway.metrics import GatewayMetrics
@@ -44,6 +47,7 @@ class Parts:
     served: Served
     feed: SnapshotFeed
     metrics: GatewayMetrics
+    admission: Admission
     engine: Engine | None = None
     embedder: Embedder | None = None
     collections: Collections | None = None
@@ -129,37 +133,65 @@ async def _generation(
         adapter=target.adapter,
         tokens=body.about_tokens,
     )
-    answers = parts.engine.generate(generation)
+    async with AsyncExitStack() as held:
+        deadline = asyncio.get_running_loop().time() + config.request_timeout_s
+        async with asyncio.timeout_at(deadline):
+            turn = await held.enter_async_context(parts.admission.turn(body.user or "", generation.tokens))
+        answers = parts.engine.generate(generation)
+        held.push_async_callback(_close, answers)
+        response = await _answered(answers, generation, target, parts, body, deadline, turn)
+        if isinstance(response, HeldStream):
+            response.held = held.pop_all()
+    return response
+
+
+class HeldStream(StreamingResponse):
+    """A stream that holds its turn and its generation until it is over, also if the client never reads of it."""
+
+    held: AsyncExitStack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.held:
+            await super().__call__(scope, receive, send)
+
+
+async def _answered(
+    answers: AsyncIterator[Answer],
+    generation: Generation,
+    target: Target,
+    parts: Parts,
+    body: schemas.GenerationBody,
+    deadline: float,
+    turn: Turn,
+) -> Response:
     # The status line must wait for the first answer: a refused request has to be a 4xx, not a broken stream.
-    deadline = asyncio.get_running_loop().time() + config.request_timeout_s
     async with asyncio.timeout_at(deadline):
         first = await anext(answers, None)
     if first is None:
         raise engine_lost()
     if isinstance(first, dict):
-        await _close(answers)
-        return _whole(first, target, parts)
+        return _whole(first, target, parts, turn)
     assembler = StreamAssembler(
         model=target.model,
         version=target.version,
         forward_usage=body.wants_usage,
-        kind=kind,
+        kind=generation.kind,
         spoken_as=target.adapter.engine_name if target.adapter else parts.served.llm,
     )
     events = assembler.feed(first)
     if assembler.fault:
         # Some refusals come from the engine as the first event of a stream.
-        await _close(answers)
         raise assembler.fault
-    return StreamingResponse(
-        _events(events, answers, assembler, deadline, parts.metrics),
+    return HeldStream(
+        _events(events, answers, assembler, deadline, parts.metrics, turn),
         media_type=_EVENT_STREAM,
         headers={**_STREAM_HEADERS, VERSION_HEADER: target.version},
     )
 
 
-def _whole(answer: dict[str, Any], target: Target, parts: Parts) -> Response:
+def _whole(answer: dict[str, Any], target: Target, parts: Parts, turn: Turn) -> Response:
     usage = answer.get("usage") or {}
+    turn.used = usage.get("total_tokens")
     parts.metrics.tokens(
         model=target.model,
         version=target.version,
@@ -177,8 +209,9 @@ async def _events(
     assembler: StreamAssembler,
     deadline: float,
     metrics: GatewayMetrics,
+    turn: Turn,
 ) -> AsyncIterator[bytes]:
-    """The client's events. Leaving early (the client hung up) closes `answers`, which stops the generation."""
+    """The client's events."""
     try:
         if events:
             yield b"".join(events)
@@ -206,7 +239,7 @@ async def _events(
             prompt=assembler.usage.prompt_tokens,
             completion=assembler.usage.completion_tokens,
         )
-        await _close(answers)
+        turn.used = assembler.usage.prompt_tokens + assembler.usage.completion_tokens or None
 
 
 async def _close(answers: AsyncIterator[Answer]) -> None:

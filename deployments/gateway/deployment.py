@@ -9,6 +9,7 @@ from actors.registry.client import RegistryHandle
 from actors.registry.serving import ServingReport
 from cluster.models import served_name
 from deployments.config import ServeConfig
+from deployments.gateway.admission import Admission
 from deployments.gateway.app import Parts, create_app
 from deployments.gateway.handles import CollectionsHandle, EmbedderHandle, EngineHandle
 from deployments.gateway.metrics import GatewayMetrics
@@ -45,6 +46,7 @@ class Gateway:
             ),
             feed=feed,
             metrics=GatewayMetrics(),
+            admission=Admission.of(config.gateway),
             engine=EngineHandle(llm) if llm else None,
             embedder=EmbedderHandle(embedding) if embedding else None,
             collections=CollectionsHandle(search) if search else None,

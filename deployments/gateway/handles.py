@@ -79,7 +79,8 @@ def _beginning(body: dict[str, Any]) -> str:
     prompt = body.get("prompt")
     if prompt is not None:
         return str(prompt[:_PREFIX_LENGTH])
-    return json.dumps(body.get("messages", [])[:_PREFIX_MESSAGES], ensure_ascii=False)[:_PREFIX_LENGTH]
+    messages = body.get("messages")
+    return json.dumps(messages[:_PREFIX_MESSAGES], ensure_ascii=False)[:_PREFIX_LENGTH] if messages else ""
 
 
 class EmbedderHandle:

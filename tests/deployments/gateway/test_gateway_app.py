@@ -15,6 +15,7 @@ import pytest
 
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import CapacityError, DependencyError, RequestError
+from deployments.gateway.admission import Admission
 from deployments.gateway.app import Parts, create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
@@ -38,6 +39,7 @@ class Stand:
     registry: PushedSnapshots
     feed: SnapshotFeed
     usage: Usage
+    admission: Admission
 
 
 @pytest.fixture
@@ -46,11 +48,16 @@ async def stand() -> AsyncIterator[Stand]:
     feed = SnapshotFeed(registry, poll_s=0.05)
     await feed.start(wait_s=0.5)
     usage = Usage()
-    parts = Parts(Served("smol", "minilm", 128), feed, GatewayMetrics(usage), engine, HashEmbedder())
-    app = create_app(parts, GatewayConfig(max_request_bytes=4096, request_timeout_s=0.4))
+    config = GatewayConfig(
+        max_request_bytes=4096, request_timeout_s=0.4, max_running=4, max_waiting=4, max_waiting_per_caller=2
+    )
+    admission = Admission.of(config)
+    parts = Parts(Served("smol", "minilm", 128), feed, GatewayMetrics(usage), admission, engine, HashEmbedder())
+    app = create_app(parts, config)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
     sdk = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http, max_retries=0)
-    yield Stand(http, sdk, engine, registry, feed, usage)
+    yield Stand(http, sdk, engine, registry, feed, usage, admission)
+    assert (admission.running, admission.waiting) == (0, 0)
     await feed.stop()
     await http.aclose()
 
@@ -306,3 +313,27 @@ async def test_a_split_alias_keeps_a_user_on_one_side_and_counts_what_each_side_
     counted = {row.version_id: row.requests for row in stand.usage.changed()}
     assert counted == {side: 2 * [*found.values()].count(side) for side in ("triage/1", "triage/2")}
     assert all(row.completion_tokens and not row.failures for row in stand.usage.changed())
+
+
+async def test_who_asks_too_much_at_once_is_told_429_and_others_still_have_their_turn(stand: Stand) -> None:
+    stand.engine.pause_s = 0.05
+
+    async def ask(user: str) -> int:
+        response = await stand.http.post("/v1/chat/completions", json={**CHAT, "user": user, "stream": True})
+        if response.status_code == 429:
+            assert response.json()["error"]["code"] == "rate_limit_exceeded"
+            assert int(response.headers["retry-after"]) >= 1
+        return response.status_code
+
+    flood = [asyncio.create_task(ask("greedy")) for _ in range(12)]
+    await asyncio.sleep(0.02)
+    assert await ask("modest") == 200
+    assert sorted([await one for one in flood]) == [200] * 6 + [429] * 6
+
+
+async def test_a_turn_comes_back_whatever_becomes_of_its_request(stand: Stand) -> None:
+    for fault, breaks_after in ((CapacityError("gone"), None), (CapacityError("gone"), 1), (None, 1), (None, 0)):
+        stand.engine.fault, stand.engine.breaks_after = fault, breaks_after
+        for stream in (False, True):
+            await stand.http.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+            assert (stand.admission.running, stand.admission.waiting) == (0, 0)

@@ -61,4 +61,4 @@ def test_requests_of_one_version_and_beginning_have_one_place() -> None:
     assert asks[0].prefix == asks[1].prefix
     assert asked_of(Generation("chat", {"messages": []}, "x", adapter)).adapter == adapter.engine_name
     assert asked_of(Generation("completions", {"prompt": [1, 2, 3]}, "x", tokens=9)) == Ask(None, "[1, 2, 3]", 9)
-    assert asked_of(Generation("detokenize", {"tokens": [1]}, "x")).prefix
+    assert asked_of(Generation("detokenize", {"tokens": [1]}, "x")) == Ask()
