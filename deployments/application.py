@@ -25,12 +25,6 @@ from deployments.search.server import build as build_search
 IMPORT_PATH = "deployments.application:build"
 GATEWAY_REQUESTS = 1000
 """Requests that one gateway replica has in hand; it waits much and computes little."""
-_ONE_LOOP = {
-    # Serve would run the gateway in a thread of its own, and its calls in another: each piece of a stream would
-    # change threads twice. Nothing in the gateway blocks.
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-}
 SHUTDOWN_WAIT_S = 60
 ANSWER_WAIT_S = 30.0
 _EXCEPTION = re.compile(r"^(?:cluster\.errors\.\w+: (?=.)|(?=[\w.]+(?:Error|Exception): ))(.+)$", re.MULTILINE)
@@ -48,7 +42,7 @@ def build(config: ServeConfig) -> Application:
         name="gateway",
         max_ongoing_requests=GATEWAY_REQUESTS,
         graceful_shutdown_timeout_s=SHUTDOWN_WAIT_S,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {**environment.for_workers(), **_ONE_LOOP}}},
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment.for_workers()}},
     )
     return gateway.bind(config, llm, embedding, search)
 
