@@ -1,4 +1,4 @@
-"""What a client sees when the engine or its replica is killed in mid-stream: an error event, a 503, and then answers."""
+"""What a client sees when the engine or its replica is killed in mid-stream: an error event, a 503, then answers."""
 
 import os
 import signal
