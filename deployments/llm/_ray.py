@@ -19,7 +19,7 @@ from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
 # How a replica tells Serve's routers which models it has. `serve.multiplexed` does it, too, but only together with a
-# cache of its own (see OwnAdapters). Delete when Serve has a call for it.
+# cache of its own (see LLMServerWithoutMultiplexing). Delete when Serve has a call for it.
 from ray.serve._private.common import RequestRoutingInfo
 from ray.serve.context import _get_global_client
 from ray.serve.llm import LLMServer

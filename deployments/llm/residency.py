@@ -94,7 +94,7 @@ class Residency:
 
     @property
     def faults(self) -> Mapping[str, Fault]:
-        """The last fault of each name that has not been brought in since, oldest first."""
+        """The last fault of each name that nobody has got since, oldest first."""
         return dict(self._faults)
 
     def leases(self, name: str) -> int:
@@ -107,7 +107,10 @@ class Residency:
         slot = self._slots.get(name)
         if slot is not None:
             lease = self._leased(name, slot)
-            return Resident(lease) if slot.loaded else Loading(lease)
+            if not slot.loaded:
+                return Loading(lease)
+            self._faults.pop(name, None)
+            return Resident(lease)
         full = len(self._slots) >= self._limit
         if full and self._pinned >= self._slots.keys():
             return Refused()

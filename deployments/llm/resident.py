@@ -42,7 +42,7 @@ class Engine(Protocol):
 
 
 class ResidentAdapters:
-    """What `limit` adapters the engine holds; `changed` hears of every change, in and out and of failures."""
+    """What `limit` adapters the engine holds; `changed` is called after any of them came or went."""
 
     def __init__(
         self,
@@ -160,7 +160,6 @@ class ResidentAdapters:
             return str(await self._cache.fetch(adapter))
         except (DependencyError, RequestError) as error:
             self._residency.failed(adapter.engine_name, error.message, datetime.now(UTC))
-            self._changed()
             raise
 
     async def _bring(self, adapter: Adapter, folder: str, evict: str | None) -> None:

@@ -39,6 +39,7 @@ from deployments.llm._ray import (
 from deployments.llm.adapters import AdapterCache
 from deployments.llm.config import LLMConfig
 from deployments.llm.keep import Keeper
+from deployments.llm.metrics import AdapterMetrics
 from deployments.llm.parity import check
 from deployments.llm.protocol import Answer, Generation, Kind
 from deployments.llm.resident import ResidentAdapters
@@ -77,6 +78,7 @@ class LLMDeployment(LLMServerWithoutMultiplexing):
             llm_config,
             engine_cls=OneProcessEngine if llm_config.accelerator_config.kind == "cpu" else VLLMEngine,
         )
+        self._metrics = AdapterMetrics()
         self._adapters = ResidentAdapters(
             AdapterCache(home, max_rank=settings.max_lora_rank, base=self._model.path),
             EngineAdapters(self.engine),
@@ -181,8 +183,9 @@ class LLMDeployment(LLMServerWithoutMultiplexing):
         return answers
 
     def _adapters_changed(self) -> None:
-        """The registry and Serve's routers hear what is resident, not what was asked for."""
+        """The registry, the metrics and Serve's routers hear what is resident, not what was asked for."""
         self._reporter.soon()
+        self._metrics.show(self._adapters.versions)
         try:
             tell_routers(list(self._adapters.names))
         except Exception as error:  # noqa: BLE001 (any replica can load any adapter: routers only choose less well)

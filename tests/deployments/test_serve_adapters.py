@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray import serve
+
+# No public call says what routers know. ray 2.60.0.
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.long_poll import LongPollNamespace
 
 from actors.registry.facts import Version, VersionFact
 from cluster.models import obtain
@@ -27,6 +32,15 @@ def engine_holds(app: ServeApp) -> list[str]:
     """Version ids, as vLLM's own memory has them; a slot without a name would show as `#id`."""
     names = serve.get_deployment_handle("llm", app.config.name).engine_adapters.remote().result()
     return sorted(name.rpartition("@")[0] or name for name in names)
+
+
+def routers_know(app: ServeApp) -> list[str]:
+    """Version ids that Serve's routers take to be on the replica: what the controller sends them."""
+    key = (LongPollNamespace.DEPLOYMENT_TARGETS, DeploymentID("llm", app.config.name))
+    controller = serve.context._get_global_client()._controller
+    targets = ray.get(controller.listen_for_change.remote({key: -1}))[key].object_snapshot
+    (replica,) = targets.running_replicas
+    return sorted(name.rpartition("@")[0] for name in replica.multiplexed_model_ids)
 
 
 def tokens(answer: Any) -> int:
@@ -66,6 +80,7 @@ def test_what_is_said_to_be_resident_is_what_vllm_holds_and_eviction_frees_the_s
     assert said == sorted([version.id for version in many[2:]] + described(serve_app)["adapters_kept"])
     serve_app.say(f"{BASE}:{many[0].id}", max_tokens=1)
     assert many[2].id not in engine_holds(serve_app)
+    until(lambda: routers_know(serve_app) == engine_holds(serve_app))
 
 
 def test_more_at_once_than_there_are_slots_all_get_their_turn(serve_app: ServeApp) -> None:

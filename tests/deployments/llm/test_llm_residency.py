@@ -80,6 +80,15 @@ def test_a_failure_frees_the_slot_voids_the_leases_and_is_remembered_until_it_wo
     assert not residency.faults
 
 
+def test_one_that_failed_while_it_was_there_stays_and_is_well_again_with_its_next_use() -> None:
+    residency = Residency(1)
+    loaded(residency, "a")
+    residency.failed("a", "its files cannot be read", AT)
+    assert residency.resident == ("a",)
+    assert isinstance(residency.lease("a"), Resident)
+    assert not residency.faults
+
+
 def test_the_memory_of_failures_is_bounded() -> None:
     residency = Residency(1)
     for number in range(100):
