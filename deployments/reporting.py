@@ -9,6 +9,8 @@ from actors.registry.client import RegistryHandle
 from actors.registry.serving import ServingReport
 
 EVERY_S = 15.0
+REST_S = 0.5
+"""Between two reports at least: adapters may come and go many times a second."""
 _PATIENCE_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -24,11 +26,13 @@ class Reporter:
         *,
         send: Callable[[ServingReport], Awaitable[None]] | None = None,
         every_s: float = EVERY_S,
+        rest_s: float = REST_S,
     ) -> None:
         self._make = make
         self._done = done
         self._send = send or RegistryHandle(patience_s=_PATIENCE_S).report
         self._every_s = every_s
+        self._rest_s = rest_s
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -55,6 +59,7 @@ class Reporter:
                     await self._wake.wait()
             self._wake.clear()
             await self._report()
+            await asyncio.sleep(self._rest_s)
 
     async def _report(self) -> None:
         report = self._make()

@@ -22,6 +22,8 @@ BASE = "smollm2-135m-instruct"
 EMBEDDER = "all-minilm-l6-v2"
 MAX_MODEL_LEN = 512
 MAX_LORA_RANK = 16
+KEPT = "kept"
+"""The adapter of `llm.keep`; nothing bears the name until a test registers it."""
 ANSWER_WAIT_S = 120.0
 
 
@@ -59,7 +61,7 @@ def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
     config = ServeConfig.model_validate(
         {
             "gateway": {"port": _free_port(), "max_request_bytes": 1 << 20},
-            "llm": {"model": BASE, "max_model_len": MAX_MODEL_LEN, "max_lora_rank": MAX_LORA_RANK},
+            "llm": {"model": BASE, "max_model_len": MAX_MODEL_LEN, "max_lora_rank": MAX_LORA_RANK, "keep": [KEPT]},
             "embedding": {"model": EMBEDDER},
         }
     )

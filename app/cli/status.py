@@ -46,6 +46,8 @@ def _draw(console: Console, found: "Status") -> None:
         console.print(f"Application {name}: {state}")
     if found.gateway is not None:
         console.print(f"Gateway: {found.gateway['url']}, HTTP {found.gateway['status'] or 'no answer'}")
+    if failed := _failed_adapters(found):
+        console.print(table("Adapters that could not be loaded", ["version", "last tried", "why"], failed))
     rows = [
         (
             view.run.id,
@@ -63,3 +65,16 @@ def _draw(console: Console, found: "Status") -> None:
         for alias, number in sorted(model.aliases.items())
     ]
     console.print(table("Aliases", ["alias", "version", "base"], aliases))
+
+
+def _failed_adapters(found: "Status") -> list[tuple[str, str, str]]:
+    """Of the replica that answered, and only while its last try has failed."""
+    health = found.gateway["health"] if found.gateway else None
+    llm = health.get("llm") if isinstance(health, dict) else None
+    if not isinstance(llm, dict):
+        return []
+    failed = llm.get("adapters_failed", {}).items()
+    lost = llm.get("keep_problems", {}).items()
+    return [(version, fault["at"], fault["why"]) for version, fault in failed] + [
+        (name, "-", why) for name, why in lost
+    ]

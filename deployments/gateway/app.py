@@ -29,10 +29,10 @@ from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served, Target
 from deployments.gateway.ports import Collections, Embedder, Engine
 from deployments.gateway.scope import VERSION_HEADER, RequestScope, read_body, trace_of
-from deployments.gateway.snapshot import SnapshotFeed
 from deployments.gateway.stream import StreamAssembler, stamped
 from deployments.llm.failures import engine_lost
 from deployments.llm.protocol import Answer, Generation, Kind
+from deployments.snapshot import SnapshotFeed
 
 _HEALTH_WAIT_S = 5.0
 _EVENT_STREAM = "text/event-stream"

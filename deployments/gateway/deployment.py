@@ -14,9 +14,9 @@ from deployments.gateway.app import Parts, create_app
 from deployments.gateway.handles import CollectionsHandle, EmbedderHandle, EngineHandle
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served
-from deployments.gateway.snapshot import SnapshotFeed
 from deployments.logs import join_serve
 from deployments.reporting import Reporter, whoami
+from deployments.snapshot import SnapshotFeed
 
 FIRST_SNAPSHOT_WAIT_S = 5.0
 REGISTRY_PATIENCE_S = 4.0

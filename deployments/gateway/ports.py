@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.registry.snapshot import Snapshot
 from cluster.vectors.port import Scalar
 from deployments.embedding.port import Inputs
 from deployments.llm.protocol import Answer, Generation
@@ -67,12 +66,4 @@ class Collections(Protocol):
 
         Each is `{"id", "score", "text", "metadata"}`.
         """
-        ...
-
-
-class SnapshotSource(Protocol):
-    """The registry, as far as a server needs it."""
-
-    async def wait_snapshot(self, after: Snapshot, timeout_s: float) -> Snapshot:
-        """The first snapshot that differs from `after`, or `after` when the time is over."""
         ...

@@ -13,6 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +24,26 @@ from cluster.errors import DependencyError, RequestError
 from cluster.signing import SignatureError, signature_path, verify
 from cluster.storage import LOCK, PARTIAL_PREFIX, Home, only_one, publish, write_atomically
 from deployments.llm.protocol import Adapter
+from deployments.llm.templates import chat_template
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 
+_FETCHES = 4
+"""At a time. Threads of their own: slow storage must not hold up what else this process does in threads."""
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A verified copy and the sizes of its files, in bytes, by relative name."""
+    """A verified copy, the sizes of its files, in bytes, by relative name, and its own chat template."""
 
     folder: Path
     sizes: dict[str, int]
+    template: str | None
 
     def whole(self) -> bool:
         try:
@@ -59,7 +65,8 @@ class AdapterCache:
         self._max_rank = max_rank
         self._base = base
         self._copies: dict[str, _Copy] = {}
-        self._flights: dict[str, asyncio.Task[_Copy]] = {}
+        self._flights: dict[str, asyncio.Future[_Copy]] = {}
+        self._threads = ThreadPoolExecutor(_FETCHES, thread_name_prefix="adapter-fetch")
 
     async def fetch(self, adapter: Adapter) -> Path:
         """Folder of the adapter's verified copy on this node.
@@ -73,13 +80,17 @@ class AdapterCache:
             return copy.folder
         flight = self._flights.get(adapter.digest)
         if flight is None:
-            flight = asyncio.create_task(asyncio.to_thread(self._bring, adapter))
+            flight = asyncio.get_running_loop().run_in_executor(self._threads, self._bring, adapter)
             self._flights[adapter.digest] = flight
             flight.add_done_callback(lambda _: self._flights.pop(adapter.digest, None))
         # Shielded: one client that hangs up must not cancel the copy that others wait for.
         copy = await asyncio.shield(flight)
         self._copies[adapter.digest] = copy
         return copy.folder
+
+    def template(self, adapter: Adapter) -> str | None:
+        """The chat template that came with an adapter which has been fetched; None: the base's is meant."""
+        return self._copies[adapter.digest].template
 
     def _bring(self, adapter: Adapter) -> _Copy:
         # Called when `_copies` does not vouch for it, so from here on every byte is looked at again: no `Verifier`.
@@ -97,7 +108,8 @@ class AdapterCache:
         if not target.is_dir():
             self._copy(adapter, target)
         self._check(adapter, target)
-        return _Copy(target, {path.relative_to(target).as_posix(): path.stat().st_size for path in _files(target)})
+        sizes = {path.relative_to(target).as_posix(): path.stat().st_size for path in _files(target)}
+        return _Copy(target, sizes, chat_template(target))
 
     def _touched(self, target: Path) -> bool:
         """Whether there is a copy; a collection spares it as if it had just been made."""
@@ -134,8 +146,13 @@ class AdapterCache:
         if pickles := sorted(name for name in names if Path(name).suffix in _PICKLES):
             raise _refused(adapter, f"it holds {pickles[0]}, and only safetensors are loaded")
         try:
-            rank = int(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["r"])
-        except (ValueError, KeyError, TypeError):
+            chat_template(folder)
+        except ValueError as error:
+            raise _refused(adapter, f"its chat template cannot be read ({error})") from None
+        try:
+            settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            rank = max(map(int, [settings["r"], *settings.get("rank_pattern", {}).values()]))
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise _refused(adapter, f"its {CONFIG_FILE} names no rank") from None
         if rank > self._max_rank:
             raise RequestError(

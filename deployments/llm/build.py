@@ -44,7 +44,7 @@ def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
         placement_group_config=None if gpu else {"bundles": [{"CPU": config.threads}]},
         server_cls=LLMDeployment,
         engine_kwargs=_engine_settings(config, gpu=gpu),
-        lora_config={"max_num_adapters_per_replica": config.max_adapters},
+        # No `lora_config`: Ray would count adapters a second time, with a limit of its own (see resident.py).
         deployment_config={
             "num_replicas": config.replicas,
             "ray_actor_options": {"num_cpus": 0},
@@ -67,7 +67,10 @@ def _engine_settings(config: LLMConfig, *, gpu: bool) -> dict[str, Any]:
         "enable_lora": True,
         "max_lora_rank": config.max_lora_rank,
         "max_loras": config.max_loras,
+        # The same number as `ResidentAdapters` is given, which makes room before it loads: vLLM never evicts by itself.
         "max_cpu_loras": config.max_adapters,
+        # For the adapter's own; the replica refuses a client's (see templates.py).
+        "trust_request_chat_template": True,
     }
     # With adapters vLLM's CPU platform compiles nothing anyway; saying so saves the attempt.
     return settings if gpu else {**settings, "enforce_eager": True}

@@ -1,11 +1,13 @@
 """Settings of one vLLM deployment."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from cluster.config import Config
 from cluster.models import served_name
+
+AdapterReference = Annotated[str, Field(pattern=r"^[^@/:]+(@[^@/:]+|/[1-9][0-9]{0,8})?$")]
 
 
 class LLMConfig(Config):
@@ -25,6 +27,11 @@ class LLMConfig(Config):
     """Adapters in one batch."""
     max_adapters: int = Field(default=16, ge=1)
     """Adapters resident in a replica's memory."""
+    keep: tuple[AdapterReference, ...] = ()
+    """Adapters that every replica loads before it is ready, and never evicts: `name`, `name@alias` or `name/3`.
+
+    They follow the registry: where an alias moves, its new version is loaded, and the old one may go.
+    """
     replicas: int = Field(default=1, ge=1)
     kv_cache_gib: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)
@@ -36,6 +43,14 @@ class LLMConfig(Config):
     def served_as(self) -> str:
         """The name that clients ask for."""
         return self.version.partition("/")[0] if self.version else served_name(self.model)
+
+    @model_validator(mode="after")
+    def _kept_fit(self) -> Self:
+        if len(set(self.keep)) > self.max_adapters:
+            raise ValueError(
+                f"keep names {len(set(self.keep))} adapters, but a replica holds max_adapters {self.max_adapters}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _resident_covers_batch(self) -> Self:

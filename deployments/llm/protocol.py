@@ -35,6 +35,11 @@ class Adapter:
         return f"{self.version}@{self.digest[:16]}"
 
 
+def version_of(engine_name: str) -> str:
+    """The version id in an adapter's name inside the engine."""
+    return engine_name.rpartition("@")[0]
+
+
 @dataclass(frozen=True)
 class Generation:
     """One thing to ask of the engine, by `kind`. `body` is the client's JSON, not yet validated by the engine."""

@@ -1,18 +1,18 @@
 """The vLLM deployment: one base model, with adapters on top, that is only ready once it is known to be right.
 
-This is where a request becomes a vLLM call: `generate` → `LLMServer.chat` / `.completions` → the engine.
+This is where a request becomes a vLLM call: `generate` → Ray's engine → vLLM's own server code.
 It knows adapters by version id, path and digest. It knows no aliases, and of the registry only that it likes to hear
-what a replica holds: it serves on when the registry is away. It knows no HTTP.
+what a replica holds: it serves on when the registry is away. `wire` knows the HTTP.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, nullcontext
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -21,17 +21,17 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
 
 from actors.evaluation.parity import ParityVerdict, reference
+from actors.registry.client import RegistryHandle
 from actors.registry.serving import ServingReport
-from cluster.errors import DependencyError, RequestError
+from cluster.errors import DependencyError
 from cluster.models import obtain, require_signed
 from cluster.signing import Verifier
 from cluster.storage import Home
-from deployments.llm import failures
+from deployments.llm import failures, templates
 from deployments.llm._ray import (
-    DiskMultiplexConfig,
+    EngineAdapters,
     EngineDeadError,
     ErrorResponse,
-    LoraModelLoader,
     OneProcessEngine,
     RawRequestInfo,
     VLLMClientError,
@@ -41,8 +41,11 @@ from deployments.llm._ray import (
 )
 from deployments.llm.adapters import AdapterCache
 from deployments.llm.config import LLMConfig
+from deployments.llm.keep import Keeper
+from deployments.llm.metrics import AdapterMetrics
 from deployments.llm.parity import check
-from deployments.llm.protocol import Adapter, Answer, Generation, Kind
+from deployments.llm.protocol import Answer, Generation, Kind
+from deployments.llm.resident import ResidentAdapters
 from deployments.llm.wire import Outlet
 from deployments.logs import join_serve
 from deployments.reporting import Reporter, node_address, whoami
@@ -57,24 +60,11 @@ ENGINE_LOOK_S = 0.25
 LAST_WORDS_S = 0.5
 """From the engine's death to the end of its replica: open streams get their error event meanwhile."""
 
+KEEP_WAIT_S = 30.0
+"""How long a replica puts off being ready for the adapters of `llm.keep`."""
+REGISTRY_PATIENCE_S = 4.0
+
 logger = logging.getLogger(__name__)
-
-
-class AdapterLoader(LoraModelLoader):
-    """Ray's seam for bringing an adapter to a replica; ours takes it from the node's verified cache."""
-
-    def __init__(self, *, cache: AdapterCache, known: dict[str, Adapter], **limits: Any) -> None:
-        super().__init__(**limits)
-        self._cache = cache
-        self._known = known
-
-    async def load_model_from_config(self, lora_model_id: str, llm_config: Any) -> DiskMultiplexConfig:  # noqa: ARG002
-        """The adapter that `generate` has announced under this id."""
-        adapter = self._known[lora_model_id]
-        folder = await self._cache.fetch(adapter)
-        return DiskMultiplexConfig(
-            model_id=lora_model_id, max_total_tokens=None, local_path=str(folder), lora_assigned_int_id=0
-        )
 
 
 class LLMDeployment(LLMServer):
@@ -91,9 +81,6 @@ class LLMDeployment(LLMServer):
         await asyncio.to_thread(require_signed, self._model, home, Verifier())
         use_weights(llm_config, str(self._model.path))
         self._base: str = llm_config.model_id
-        self._cache = AdapterCache(home, max_rank=settings.max_lora_rank, base=self._model.path)
-        self._known: dict[str, Adapter] = {}
-        self._loading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._source, self._node = whoami()
         self._reporter = Reporter(self._holdings)
         self._verdict: ParityVerdict | None = None
@@ -105,9 +92,18 @@ class LLMDeployment(LLMServer):
         await super().__init__(
             llm_config,
             engine_cls=OneProcessEngine if llm_config.accelerator_config.kind == "cpu" else VLLMEngine,
-            model_downloader=partial(AdapterLoader, cache=self._cache, known=self._known),
         )
         find_tokenization(self.engine)
+        self._metrics = AdapterMetrics()
+        self._adapters = ResidentAdapters(
+            AdapterCache(home, max_rank=settings.max_lora_rank, base=self._model.path),
+            EngineAdapters(self.engine),
+            limit=settings.max_adapters,
+            base=self._base,
+            changed=self._adapters_changed,
+        )
+        source = RegistryHandle(patience_s=REGISTRY_PATIENCE_S)
+        self._keeper = Keeper(settings.keep, self._base, source, self._adapters.keep)
         engine_ready = time.monotonic()
         if computing:
             self._verdict = await check(await computing, self._whole_answer, settings.dtype, settings.max_model_len)
@@ -117,6 +113,7 @@ class LLMDeployment(LLMServer):
         self._outlet = Outlet(self.generate, host=node_address())
         self._address = await self._outlet.start()
         self._reporter.start()
+        await self._keeper.start(wait_s=KEEP_WAIT_S)
         self._watch = asyncio.create_task(self._end_with_the_engine(), name="engine-watch")
         logger.info(
             "%s is ready: engine %.1f s, warm-up and parity %.1f s; parity: %s",
@@ -134,12 +131,12 @@ class LLMDeployment(LLMServer):
         """Serve's hook: what the handles' routers are told again and again (`gateway.placement`, `fleet.Replica`)."""
         return {
             "slots": self._settings.max_adapters,
-            "resident": {name: self._in_hand[name] for name in self._known},
+            "resident": {name: self._in_hand[name] for name in self._adapters.names},
             "tokens_in_flight": self._in_hand.total(),
             "running": self._running,
         }
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Answer]:
         """Run one generation: one whole response, or pieces of server-sent events if `body.stream` is true.
 
         Raises `RequestError` for what the client can mend, `CapacityError` and `DependencyError`. A fault of the
@@ -149,8 +146,9 @@ class LLMDeployment(LLMServer):
         self._running += 1
         self._in_hand[name] += generation.tokens
         try:
-            async for answer in self._generate(generation):
-                yield answer
+            async with aclosing(self._generate(generation)) as answers:
+                async for answer in answers:
+                    yield answer
         finally:
             self._running -= 1
             self._in_hand[name] -= generation.tokens
@@ -166,32 +164,41 @@ class LLMDeployment(LLMServer):
             "digest": self._model.digest,
             "dtype": self._settings.dtype,
             "running": self._running,
-            "adapters": sorted(adapter.version for adapter in self._known.values()),
+            **self._adapters.describe(),
+            "keep_problems": dict(self._keeper.problems),
             "parity": asdict(self._verdict) if self._verdict else None,
         }
 
+    async def engine_adapters(self) -> list[str]:
+        """What vLLM itself holds, by its own names: the truth that `describe` is checked against."""
+        return sorted(await EngineAdapters(self.engine).held())
+
     def _holdings(self) -> ServingReport:
-        """Which versions this replica has brought in and can answer with: the lineage's last but two links."""
-        held = sorted(adapter.version for adapter in self._known.values())
+        """Which versions this replica holds now and can answer with: the lineage's last but two links."""
+        held = list(self._adapters.versions)
         if self._settings.version is not None:
             held.append(self._settings.version)
         return ServingReport(source=self._source, node=self._node, holds=tuple(held))
 
-    async def _generate(self, generation: Generation) -> AsyncIterator[Answer]:
+    async def _generate(self, generation: Generation) -> AsyncGenerator[Answer]:
         request = self._parse(generation)
+        # The lease on an adapter ends with the stream, however that ends.
+        lease = self._adapters.used(generation.adapter) if generation.adapter else nullcontext(None)
         try:
-            if generation.adapter:
-                answers = await self._start_with_adapter(request, generation, generation.adapter)
-            else:
-                answers = await self._start(request, generation)
-            async for answer in answers:
-                yield _answer(answer, generation.kind)
+            async with lease as template:
+                if template is not None and "messages" in generation.body:
+                    request.chat_template = template
+                async with aclosing(self._start(request, generation)) as answers:
+                    async for answer in answers:
+                        yield _answer(answer, generation.kind)
         except EngineDeadError:
             raise failures.engine_lost() from None
         except VLLMClientError as error:
             raise failures.bad_request(str(error), generation.kind, param=getattr(error, "parameter", None)) from None
 
     def _parse(self, generation: Generation) -> Any:
+        if generation.kind in ("chat", "tokenize"):
+            templates.refuse_in(generation.body)
         name = generation.adapter.engine_name if generation.adapter else self._base
         try:
             # The id is ours: two requests with one id would answer each other.
@@ -202,34 +209,16 @@ class LLMDeployment(LLMServer):
         except (VLLMClientError, ValueError) as error:
             raise failures.bad_request(str(error), generation.kind, param=getattr(error, "parameter", None)) from None
 
-    async def _start(self, request: Any, generation: Generation) -> AsyncIterator[Any]:
-        # What `LLMServer.chat` does for a call by Ray: the adapter comes from the generation and not from the call's
-        # options, and pieces are not held back 50 ms to save calls.
-        if generation.adapter is not None:
-            await self.engine.resolve_lora(await self._load_model(generation.adapter.engine_name))
-        answers: AsyncIterator[Any] = getattr(self.engine, generation.kind)(request, RawRequestInfo(headers={}))
+    def _start(self, request: Any, generation: Generation) -> AsyncGenerator[Any]:
+        # Not `LLMServer.chat`: it takes the adapter from the options of a call by Ray, and holds pieces back 50 ms so
+        # that there are fewer calls.
+        answers: AsyncGenerator[Any] = getattr(self.engine, generation.kind)(request, RawRequestInfo(headers={}))
         return answers
 
-    async def _start_with_adapter(self, request: Any, generation: Generation, adapter: Adapter) -> AsyncIterator[Any]:
-        # Also when the engine has the adapter already: it may have to read the files again (see adapters.py).
-        await self._cache.fetch(adapter)
-        new = adapter.engine_name not in self._known
-        self._known[adapter.engine_name] = adapter
-        if new:
-            self._reporter.soon()
-        # Ray looks whether the engine has the adapter and then loads it; two first requests would both load,
-        # and the second be told that the name is taken.
-        async with self._loading[adapter.engine_name]:
-            try:
-                return await self._start(request, generation)
-            except ValueError as error:
-                logger.error("The engine refused adapter %s: %s", adapter.version, error)
-                raise RequestError(
-                    f"The engine cannot load adapter {adapter.version}: it does not fit {self._base}.",
-                    param="model",
-                    code="adapter_invalid",
-                    hint="Register an adapter that was trained on this base.",
-                ) from None
+    def _adapters_changed(self) -> None:
+        """The registry and the metrics hear what is resident, not what was asked for."""
+        self._reporter.soon()
+        self._metrics.show(self._adapters.versions)
 
     async def _end_with_the_engine(self) -> None:
         """A replica without an engine is of no use, and Serve calls it unwell only when three checks in a row failed.

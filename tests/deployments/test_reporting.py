@@ -20,7 +20,10 @@ async def test_it_reports_at_once_when_asked_keeps_what_was_not_taken_and_says_t
     registry, done = Registry(), []
     versions: list[str] = []
     reporter = Reporter(
-        lambda: ServingReport(source="llm#a", node="n", holds=tuple(versions)), done.append, send=registry.report
+        lambda: ServingReport(source="llm#a", node="n", holds=tuple(versions)),
+        done.append,
+        send=registry.report,
+        rest_s=0,
     )
     reporter.start()
     registry.away = True
@@ -45,3 +48,14 @@ async def test_who_has_nothing_to_say_says_nothing() -> None:
     await asyncio.sleep(0.03)
     await reporter.stop()
     assert registry.reports == []
+
+
+async def test_news_without_end_are_not_reports_without_end() -> None:
+    registry = Registry()
+    reporter = Reporter(lambda: ServingReport(source="llm#a", node="n", holds=()), send=registry.report, rest_s=0.05)
+    reporter.start()
+    for _ in range(50):
+        reporter.soon()
+        await asyncio.sleep(0.002)
+    await reporter.stop()
+    assert 2 <= len(registry.reports) <= 6

@@ -240,6 +240,9 @@ def test_a_broken_adapter_fails_alone(serve_app: ServeApp, tmp_path: Path) -> No
             assert caught.value.status_code == status
             assert str(serve_app.home.root) not in caught.value.message
             assert "Traceback" not in caught.value.message
+        failed = serve_app.http.get("/healthz").json()["llm"]["adapters_failed"]
+        assert version.id in failed[version.id]["why"]
+        assert str(serve_app.home.root) not in failed[version.id]["why"]
     assert "Paris" in serve_app.say(BASE)
 
 

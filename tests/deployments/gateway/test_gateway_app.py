@@ -21,8 +21,8 @@ from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served
-from deployments.gateway.snapshot import SnapshotFeed
 from deployments.gateway.usage import Usage
+from deployments.snapshot import SnapshotFeed
 
 TWO = [Route("triage", n, "adapter", Path("/v"), f"{n:064x}", "smol") for n in (1, 2)]
 LONG_INPUT = b'{"model": "minilm", "input": "' + b"a " * 99 + b'"}'

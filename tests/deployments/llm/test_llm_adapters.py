@@ -32,6 +32,13 @@ def registered(folder: Path, *, rank: int = 8, version: str = "triage/1", extra:
     return Adapter(version, str(folder), digest_folder(folder))
 
 
+def again_signed(adapter: Adapter) -> Adapter:
+    """The adapter with its files as they are now."""
+    folder = Path(adapter.path)
+    sign(folder, Home(folder.parent / "home"))
+    return Adapter(adapter.version, adapter.path, digest_folder(folder))
+
+
 def made(tmp_path: Path, cache: type[AdapterCache] = AdapterCache) -> AdapterCache:
     base = tmp_path / "base"
     base.mkdir(exist_ok=True)
@@ -183,6 +190,25 @@ async def test_pickles_and_incomplete_folders_are_refused(cache: AdapterCache, t
     sign(tmp_path / "v2", Home(tmp_path / "home"))
     with pytest.raises(DependencyError, match=WEIGHTS_FILE):
         await cache.fetch(Adapter("triage/2", bare.path, digest_folder(tmp_path / "v2")))
+
+
+async def test_the_rank_that_counts_is_the_largest_of_any_module(cache: AdapterCache, tmp_path: Path) -> None:
+    adapter = registered(tmp_path / "v1")
+    (tmp_path / "v1" / CONFIG_FILE).write_text(json.dumps({"r": 8, "rank_pattern": {"q_proj": 32}}))
+    with pytest.raises(RequestError, match=r"rank 32.*at most 16"):
+        await cache.fetch(again_signed(adapter))
+
+
+async def test_its_own_chat_template_comes_with_it(cache: AdapterCache, tmp_path: Path) -> None:
+    plain, own, broken = (registered(tmp_path / name, version=f"{name}/1") for name in ("plain", "own", "broken"))
+    (tmp_path / "own" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "broken" / "tokenizer_config.json").write_text("{")
+    own, broken = again_signed(own), again_signed(broken)
+    for adapter, template in ((plain, None), (own, "{{ messages }}")):
+        await cache.fetch(adapter)
+        assert cache.template(adapter) == template
+    with pytest.raises(DependencyError, match="chat template cannot be read"):
+        await cache.fetch(broken)
 
 
 async def test_a_rank_that_the_engine_cannot_take_is_the_requests_fault(cache: AdapterCache, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The gateway's own copy of the registry's snapshot, kept fresh in the background.
+"""A server's own copy of the registry's snapshot, kept fresh in the background.
 
 Requests read `current` and never wait for the registry. While the registry is away the last copy serves on. When
 it is back it sends what has changed since, or everything if it cannot know: the registry is right, not the copy.
@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from actors.registry.snapshot import Snapshot
-from deployments.gateway.ports import SnapshotSource
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
@@ -22,12 +23,21 @@ _NOTHING_YET = Snapshot(epoch=-1)
 logger = logging.getLogger(__name__)
 
 
-class SnapshotFeed:
-    """Holds the last snapshot and follows its source by long poll."""
+class SnapshotSource(Protocol):
+    """The registry, as far as a server needs it. Raises `cluster.errors` only."""
 
-    def __init__(self, source: SnapshotSource, *, poll_s: float) -> None:
+    async def wait_snapshot(self, after: Snapshot, timeout_s: float) -> Snapshot:
+        """The first snapshot that differs from `after`, or `after` when the time is over."""
+        ...
+
+
+class SnapshotFeed:
+    """Holds the last snapshot and follows its source by long poll; `heard` is called after each answer."""
+
+    def __init__(self, source: SnapshotSource, *, poll_s: float, heard: Callable[[], None] = lambda: None) -> None:
         self._source = source
         self._poll_s = poll_s
+        self._heard = heard
         self._task: asyncio.Task[None] | None = None
         self._heard_at: float | None = None
         self._connected = False
@@ -47,6 +57,11 @@ class SnapshotFeed:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+
+    @property
+    def known(self) -> bool:
+        """Whether the source has answered yet."""
+        return self._heard_at is not None
 
     def describe(self) -> dict[str, object]:
         """Facts for health: is the registry there, and how old is what we know."""
@@ -75,3 +90,4 @@ class SnapshotFeed:
                 logger.info("Registry snapshot %d → %d.", self.current.number, snapshot.number)
             self.current, self._connected, self._heard_at, pause_s = snapshot, True, time.monotonic(), FIRST_PAUSE_S
             first.set()
+            self._heard()

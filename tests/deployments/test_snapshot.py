@@ -5,7 +5,7 @@ import pytest
 
 from actors.registry.snapshot import Snapshot
 from deployments.gateway.echo import PushedSnapshots
-from deployments.gateway.snapshot import SnapshotFeed
+from deployments.snapshot import SnapshotFeed
 
 
 @pytest.fixture
