@@ -40,7 +40,7 @@ def routers_know(app: ServeApp) -> list[str]:
     controller = serve.context._get_global_client()._controller
     targets = ray.get(controller.listen_for_change.remote({key: -1}))[key].object_snapshot
     (replica,) = targets.running_replicas
-    return sorted(name.rpartition("@")[0] for name in replica.multiplexed_model_ids)
+    return sorted(name.rpartition("@")[0] for name in replica.routing_stats["resident"])
 
 
 def tokens(answer: Any) -> int:
