@@ -264,7 +264,7 @@ class FairQueue:
     def _longest_but(self, line: _Line, tokens: int) -> _Line | None:
         """The line that takes most of the queue for its weight, if that is more than `line` would take."""
         longest = max((other for other in self._lines.values() if other.waiting), key=_normal, default=None)
-        if longest is None or longest is line or _normal(longest) <= (line.tokens + tokens) / line.weight:
+        if longest is None or _normal(longest) <= (line.tokens + tokens) / line.weight:
             return None
         return longest
 

@@ -103,9 +103,10 @@ class Affine:
         return min(len(holders), max(1, math.ceil(tokens / max(bound.tokens, bound.comfortable, 1))))
 
     def _prefix_key(self, ask: Ask) -> int:
-        # The version is part of it, with its length: a prefix computed by other weights is of no use.
+        # The version is part of it, with its length so that it cannot run into the text: a prefix that was computed by
+        # other weights is of no use.
         name = "-" if ask.adapter is None else f"{len(ask.adapter)}:{ask.adapter}"
-        return digest(f"{name}\0{ask.prefix[: self.prefix_characters]}")
+        return digest(f"{name}{ask.prefix[: self.prefix_characters]}")
 
 
 @dataclass(frozen=True, slots=True)
