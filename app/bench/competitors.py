@@ -69,12 +69,17 @@ def raw_vllm(config: LLMConfig, port: int) -> NoReturn:
 
     gpu = torch.cuda.is_available()
     ours = ray_config(config, gpu=gpu)
-    settings = {**ours.engine_kwargs, **({} if gpu else {"distributed_executor_backend": "uni"})}
+    env = {**os.environ, **ours.runtime_env["env_vars"]}
+    settings = dict(ours.engine_kwargs)
+    if not gpu:
+        # Our engine's executor. vLLM turns it into "mp" on CPU, unless it is told this; its server has a process for
+        # the engine all the same (vllm 0.32).
+        settings["distributed_executor_backend"] = "uni"
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     words = [
         *("--model", config.model, "--served-model-name", config.served_as, "--host", HOST, "--port", str(port)),
         *flags(settings),
     ]
-    env = {**os.environ, **ours.runtime_env["env_vars"]}
     os.execve(sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words], env)
 
 

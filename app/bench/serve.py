@@ -1,8 +1,8 @@
 """`flywheel bench serve`: speed, waiting and CPU through Flywheel's gateway, beside vLLM's own server and stock Ray.
 
 All servers stay up and work by turns on the same requests, so that each has the machine while it is measured and a
-ratio is one of neighbouring turns; what the ones that wait use meanwhile is a figure of its own. The client is this
-process, and not counted. A Hugging Face `generate` loop on one static batch is a fourth competitor, without a bar.
+ratio is one of neighbouring turns. Who waits is paused (two idle Rays take 0.3 CPUs); a figure says that it was. The
+client is this process, and not counted. A Hugging Face `generate` loop on one static batch competes without a bar.
 """
 
 import asyncio
@@ -36,6 +36,7 @@ RIVALS: Final = ("vllm", "ray", "hf")
 STATIC: Final = "hf"
 """The one that is a loop and no server."""
 _WARM_TOKENS: Final = 4
+_SETTLE_S: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def _rounds(
         # The first requests of a server fill its caches and pools.
         asks = [Ask(ask.prompt, _WARM_TOKENS) for ask in size.requests(max(size.streams), -1)]
         _require_answers(server, asyncio.run(drive(server.url, server.model, asks, streams=max(size.streams))))
+        trees.pause(server.mark)
     turns: dict[int, dict[str, list[Turn]]] = {streams: {name: [] for name in up} for streams in size.streams}
     batches = []
     for number in range(size.rounds):
@@ -154,12 +156,26 @@ def _rounds(
             sink(Progress("bench", number, size.rounds, "rounds", note=f"{streams} streams"))
             asks = size.requests(streams, number)
             for name in _order(list(up), number):
-                turn = _turn(up, name, asks, streams)
+                with _awake(up[name]):
+                    turn = _turn(up, name, asks, streams)
                 _require_answers(up[name], turn.load)
                 turns[streams][name].append(turn)
         if batch:
             batches.append(batch(number))
     return turns, batches
+
+
+@contextmanager
+def _awake(server: Server) -> Iterator[None]:
+    """A server in its turn; all others are paused."""
+    trees.go_on(server.mark)
+    try:
+        # What was due in the pause happens now, and not in what is measured.
+        servers.wait_until_it_answers(server)
+        time.sleep(_SETTLE_S)
+        yield
+    finally:
+        trees.pause(server.mark)
 
 
 def _order(names: list[str], number: int) -> list[str]:

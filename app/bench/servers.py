@@ -17,7 +17,7 @@ from typing import Final
 import httpx
 
 from app.bench.homes import beside
-from app.bench.trees import Mark, end
+from app.bench.trees import Mark, end, go_on
 from cluster import environment
 from cluster.errors import DependencyError
 from cluster.storage import Home
@@ -79,6 +79,7 @@ def started(
     try:
         yield Server(name, f"http://127.0.0.1:{port}", model, mark, log, process)
     finally:
+        go_on(mark)  # a paused process hears nothing
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_S)

@@ -278,6 +278,9 @@ def test_a_program_is_all_that_came_of_it() -> None:
         before, after = found[ours], trees.members([ours])[ours]
         assert trees.used_s({}, after) >= 0.5
         assert trees.used_s(before, after) < 0.2
+        trees.pause(ours)
+        assert all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T" for pid, _ in after)
+        trees.go_on(ours)
         trees.end(ours)
         assert trees.members([ours])[ours] == {}
         assert other.poll() is None
