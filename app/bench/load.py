@@ -141,7 +141,7 @@ async def answer_to(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
         return Answer(sent, fault=f"{type(error).__name__}: {error}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return Answer(sent, fault=f"an event that is no chunk: {error!r}")
-    return Answer(sent, tuple(parts.arrivals), parts.tokens, parts.prompt_tokens, parts.fault())
+    return Answer(sent, tuple(parts.arrivals), parts.tokens, parts.prompt_tokens, parts.fault(body["max_tokens"]))
 
 
 @dataclass
@@ -177,11 +177,11 @@ class _Parts:
                 self.arrivals.append(now)
             self.finished = self.finished or choice.get("finish_reason") is not None
 
-    def fault(self) -> str | None:
+    def fault(self, wanted: int) -> str | None:
         if self.error:
             return self.error
         if not self.finished or not self.done:
             return f"it ended without {'a finish_reason' if not self.finished else '[DONE]'}"
-        if not self.arrivals or not self.tokens:
-            return f"it ended with {len(self.arrivals)} parts and a usage of {self.tokens} tokens"
+        if not self.arrivals or self.tokens != wanted:
+            return f"it has {len(self.arrivals)} parts and {self.tokens} tokens, of {wanted} that were asked for"
         return None
