@@ -27,6 +27,7 @@ from actors.data.version import DataVersion, ShardManifest, SplitManifest
 from actors.training.config import TrainConfig
 from actors.training.job import Job, Position
 from actors.training.steps import POSITION, StepPlan
+from app.bench.homes import beside
 from app.bench.report import Bar, Report, Result, report
 from app.bench.turns import Referee, Ticket, Turn
 from cluster import environment
@@ -91,7 +92,7 @@ def run(size: Size, sink: Sink, *, base: str = BASE, contests: tuple[str, ...] =
     for number, contest in enumerate(contests):
         sink(Progress("bench", number, len(contests), "contests", note=contest))
         with tempfile.TemporaryDirectory(prefix="flywheel-bench-") as scratch, Referee() as referee:
-            home = _beside(Home.current(), Path(scratch))
+            home = beside(Home.current(), Path(scratch))
             if contest == "engine":
                 _require_trl()
                 referee.admit("ours", play_ours, model, home, rows, size)
@@ -366,14 +367,6 @@ def _version(rows: pa.Table, home: Home) -> DataVersion:
     version.folder(home).mkdir(parents=True)
     pq.write_table(rows, version.folder(home) / shard.file)
     return version
-
-
-def _beside(current: Home, scratch: Path) -> Home:
-    """A home for runs that are thrown away, with the models and keys of the current one."""
-    home = Home(scratch)
-    for ours, theirs in ((home.models, current.models), (home.keys, current.keys)):
-        ours.symlink_to(theirs)
-    return home
 
 
 def _untold(_identity: str, _step: int, _uri: str, _metrics: Mapping[str, float]) -> None: ...

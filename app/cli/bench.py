@@ -8,11 +8,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from app.cli.output import AsJson, notes, show, table
+from app.cli.output import AsJson, console, notes, show, table
 from app.display import Display
+from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
     from app.bench.report import Bar, Report
+    from app.bench.serve import ServeReport
 
 EXAMPLES = "Example: `flywheel bench registry --json`"
 cli = typer.Typer(help="Measure this machine against the bars.", no_args_is_help=True, epilog=EXAMPLES)
@@ -31,6 +33,14 @@ class Way(StrEnum):
     TORCH = "torch"
     COMPILE = "compile"
     JAX = "jax"
+
+
+class Rival(StrEnum):
+    """Whom `bench serve` compares Flywheel with."""
+
+    VLLM = "vllm"
+    RAY = "ray"
+    HF = "hf"
 
 
 @cli.callback()
@@ -140,6 +150,63 @@ def recovery(
     with Display(notes) as display, display.stage("bench"):
         found = run(display, runs=runs, nodes=nodes)
     _show(found, as_json=as_json)
+
+
+@cli.command(epilog=EXAMPLES)
+def serve(
+    base: Annotated[str, typer.Option(help="Model to serve: a name in the catalog, a folder, or a hub id.")] = (
+        "smollm2-135m-instruct"
+    ),
+    streams: Annotated[str, typer.Option(help="How many streams at once, separated by commas.")] = "1,8,32",
+    against: Annotated[
+        list[Rival] | None,
+        typer.Option(help="vLLM's own server, stock ray.serve.llm, a loop of Hugging Face's generate; default: all."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each competitor.")] = 3,
+    short: Annotated[bool, typer.Option("--short", help="Few requests and short answers: whether it works.")] = False,
+    prices: Annotated[
+        Path | None, typer.Option(help="YAML file of what machines and APIs cost; default: examples.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Flywheel's gateway beside vLLM's server and Ray's: speed, waiting, CPU, and what a million tokens costs."""
+    from app.bench import prices as known
+    from app.bench.serve import RIVALS, Size, run
+
+    wanted = _numbers(streams)
+    priced = known.read(prices)
+    size = Size.short(wanted, rounds) if short else Size(wanted, rounds)
+    with Display(notes) as display, display.stage("bench"):
+        found = run(size, display, base=base, against=tuple(map(str, against or RIVALS)), known=priced)
+    _show(found, as_json=as_json)
+    if not as_json:
+        _show_costs(found)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        numbers = (0,)
+    if numbers[0] < 1:
+        raise ConfigError(f"--streams {text} is not a list of numbers.", hint="For example: --streams 1,8,32")
+    return numbers
+
+
+def _show_costs(found: "ServeReport") -> None:
+    """Build or buy."""
+    rows = [
+        (each.what, each.streams, each.usd_per_million_output_tokens, each.p99_between_tokens_ms, f"{each.as_of}")
+        for each in found.costs
+    ]
+    columns = [
+        "prompts included, busy all hour",
+        "streams",
+        "$ for 1M output tokens",
+        "ms between tokens, p99",
+        "price of",
+    ]
+    console.print(table("Build or buy", columns, rows))
 
 
 def _show(found: "Report", *, as_json: bool) -> None:
