@@ -22,7 +22,7 @@ VERBS = (
     "train",
     "evaluate",
     "models",
-    "keys",
+    "signers",
     "bench",
     "serve",
     "index",
@@ -49,11 +49,11 @@ NESTED = (
     "models import",
     "bench registry",
     "bench memory",
-    "keys init",
-    "keys list",
-    "keys trust",
-    "keys distrust",
-    "keys export",
+    "signers init",
+    "signers list",
+    "signers trust",
+    "signers distrust",
+    "signers export",
 )
 ROOT = Path(__file__).resolve().parents[2]
 

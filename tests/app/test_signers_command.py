@@ -1,4 +1,4 @@
-"""`flywheel keys`: installations tell each other whom to believe, and a mistake gives nothing away."""
+"""`flywheel signers`: installations tell each other whom to believe, and a mistake gives nothing away."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from app.cli import keys, output
+from app.cli import output, signers
 from cluster.errors import ConfigError, FlywheelError
 from cluster.signing import Keyring, SignatureError, sign, signature_path, verify
 from cluster.storage import Home
@@ -24,7 +24,7 @@ def theirs(tmp_path: Path) -> Home:
 
 
 class Command:
-    """Runs `flywheel keys …` in one home and returns what it shows."""
+    """Runs `flywheel signers …` in one home and returns what it shows."""
 
     def __init__(self, patch: pytest.MonkeyPatch, scratch: Path) -> None:
         self._patch = patch
@@ -34,7 +34,7 @@ class Command:
         self._patch.setenv("FLYWHEEL_HOME", str(home.root))
         with self._patch.context() as patched, self._scratch.open("w+") as file:
             patched.setattr(output.console, "file", file)
-            result = CliRunner().invoke(keys.cli, list(arguments))
+            result = CliRunner().invoke(signers.cli, list(arguments))
             if isinstance(result.exception, FlywheelError):
                 raise result.exception
             assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""`flywheel keys`: the key that this installation signs models with, and the keys whose signatures it believes.
+"""`flywheel signers`: the key that this installation signs models with, and the keys whose signatures it believes.
 
 Signing and verifying happen by themselves (`cluster.signing`); this is for telling installations about each other.
 """
@@ -14,11 +14,11 @@ from cluster.errors import ConfigError
 from cluster.signing import Keyring
 from cluster.storage import Home, write_atomically
 
-EXAMPLES = "Examples: `flywheel keys list` · `flywheel keys export --out ours.pem` · `flywheel keys trust theirs.pem`"
-cli = typer.Typer(help="Keys: who may vouch for a model here.", no_args_is_help=True, epilog=EXAMPLES)
+EXAMPLES = "Examples: `flywheel signers list` · `flywheel signers export --out ours.pem`"
+cli = typer.Typer(help="Signers: who may vouch for a model here.", no_args_is_help=True, epilog=EXAMPLES)
 
 
-@cli.command(epilog="Example: `flywheel keys init`")
+@cli.command(epilog="Example: `flywheel signers init`")
 def init(as_json: AsJson = False) -> None:
     """Make the key pair that models are signed with. The first signature would, too; one that exists is kept."""
     keyring = Keyring(Home.current())
@@ -32,7 +32,7 @@ def init(as_json: AsJson = False) -> None:
     )
 
 
-@cli.command(name="list", epilog="Example: `flywheel keys list --json`")
+@cli.command(name="list", epilog="Example: `flywheel signers list --json`")
 def list_keys(as_json: AsJson = False) -> None:
     """Every trusted key, and which of them is ours."""
     keyring = Keyring(Home.current())
@@ -40,7 +40,7 @@ def list_keys(as_json: AsJson = False) -> None:
 
     def render(console: Console) -> None:
         if not trusted:
-            console.print("No key is trusted yet. `flywheel keys init` makes one; so does the first model.")
+            console.print("No key is trusted yet. `flywheel signers init` makes one; so does the first model.")
             return
         rows = [(key.id, key.curve, "signs here" if key.id == ours else "trusted", key.path) for key in trusted]
         console.print(table("Keys", ["key", "curve", "what for", "file"], rows))
@@ -49,9 +49,9 @@ def list_keys(as_json: AsJson = False) -> None:
     show({"signing": ours, "keys": keys}, render, as_json=as_json)
 
 
-@cli.command(epilog="Example: `flywheel keys trust theirs.pem`")
+@cli.command(epilog="Example: `flywheel signers trust theirs.pem`")
 def trust(
-    file: Annotated[Path, typer.Argument(help="Public key (PEM) as `flywheel keys export` writes it.")],
+    file: Annotated[Path, typer.Argument(help="Public key (PEM) as `flywheel signers export` writes it.")],
     as_json: AsJson = False,
 ) -> None:
     """Believe the signatures of another installation's key from now on."""
@@ -66,9 +66,9 @@ def trust(
     )
 
 
-@cli.command(epilog="Example: `flywheel keys distrust 3f0c9a6d21b84e57`")
+@cli.command(epilog="Example: `flywheel signers distrust 3f0c9a6d21b84e57`")
 def distrust(
-    key: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as `flywheel keys list` shows it.")],
+    key: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as `flywheel signers list` shows it.")],
     force: Annotated[bool, typer.Option("--force", help="Also the key that this installation signs with.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -83,7 +83,7 @@ def distrust(
     show({"id": key, "refused": [str(path) for path in broken]}, render, as_json=as_json)
 
 
-@cli.command(epilog="Example: `flywheel keys export --out ours.pem`")
+@cli.command(epilog="Example: `flywheel signers export --out ours.pem`")
 def export(
     out: Annotated[Path | None, typer.Option(help="File to write; unset: print it.")] = None,
     as_json: AsJson = False,
