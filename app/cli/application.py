@@ -11,6 +11,7 @@ from app.cli import (
     doctor,
     evaluate,
     index,
+    keys,
     models,
     plan,
     search,
@@ -34,5 +35,6 @@ for verb in (doctor, demo, plan, train, evaluate, serve, index, search, chat, st
 cli.add_typer(data.cli, name="data")
 cli.add_typer(models.cli, name="models")
 cli.add_typer(checkpoint.cli, name="checkpoint")
+cli.add_typer(keys.cli, name="keys")
 cli.add_typer(signers.cli, name="signers")
 cli.add_typer(bench.cli, name="bench")
