@@ -75,7 +75,7 @@ class Secret:
 
 def sha256_of(secret: str) -> str:
     """What the registry keeps of a secret, and what is compared."""
-    return hashlib.sha256(secret.encode()).hexdigest()
+    return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
 
 
 def id_in(secret: str) -> str | None:
