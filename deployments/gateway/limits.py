@@ -195,6 +195,10 @@ class Reservation:
             self._ended = True
             self._limiter.end(self._allowance, self._hold, self._tokens, used)
 
+    def keep(self) -> None:
+        """Nobody will know what it has cost: it stays at the estimate."""
+        self.settle(self._tokens)
+
     def refund(self) -> None:
         """It has cost no tokens."""
         self.settle(0)

@@ -47,7 +47,7 @@ async def stand() -> AsyncIterator[Stand]:
     await feed.start(wait_s=0.5)
     usage = Usage()
     parts = Parts(Served("smol", "minilm", 128), feed, GatewayMetrics(usage), engine, HashEmbedder())
-    app = create_app(parts, GatewayConfig(max_request_bytes=4096, request_timeout_s=0.4))
+    app = create_app(parts, GatewayConfig(max_request_bytes=4096, request_timeout_s=0.4, require_keys=False))
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
     sdk = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http, max_retries=0)
     yield Stand(http, sdk, engine, registry, feed, usage)
