@@ -10,6 +10,7 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from actors.registry.apikeys import ROLES, ApiKey, Role
+from cluster.errors import DependencyError
 from deployments.gateway.keys import Caller, identify
 from deployments.gateway.limits import Limiter, Reservation, estimate
 from deployments.gateway.scope import trace_of
@@ -35,9 +36,18 @@ class Access:
         self._now = now
 
     def admit(self, request: Request, role: Role) -> Caller:
-        """Whose request it is; 401 or 403 otherwise. Called before a body is read: strangers do not send us bodies."""
+        """Whose request it is; 401, 403 or (no registry yet) 503 otherwise.
+
+        Called before a body is read: strangers do not send us bodies.
+        """
         if not self._required:
             return _ANYBODY
+        if not self._feed.heard:
+            # 401 would tell owners of good keys to throw them away.
+            raise DependencyError(
+                "This gateway has not heard from the registry yet, so it knows no API key.",
+                hint="Try again soon; `flywheel status` says whether the registry runs.",
+            )
         authorization = request.headers.get("authorization")
         caller = identify(authorization, self._feed.current.keys, role=role, now=self._now())
         trace_of(request).key = caller.id

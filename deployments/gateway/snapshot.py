@@ -48,6 +48,11 @@ class SnapshotFeed:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
+    @property
+    def heard(self) -> bool:
+        """Whether the registry has ever answered: until then nothing is known, not even who has a key."""
+        return self._heard_at is not None
+
     def describe(self) -> dict[str, object]:
         """Facts for health: is the registry there, and how old is what we know."""
         age_s = None if self._heard_at is None else round(time.monotonic() - self._heard_at, 1)

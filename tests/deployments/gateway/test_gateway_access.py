@@ -136,6 +136,14 @@ async def test_a_revocation_reaches_a_gateway_with_the_next_snapshot(gate: Gate)
     assert (await gate.http.get("/v1/models", headers=headers)).status_code == 401
 
 
+async def test_a_gateway_that_knows_no_keys_yet_does_not_call_them_wrong() -> None:
+    feed = SnapshotFeed(PushedSnapshots(), poll_s=5)  # not started: the registry has never answered
+    app = create_app(Parts(Served("smol"), feed, GatewayMetrics(), EchoEngine()), GatewayConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+        answer = await http.get("/v1/models", headers={"authorization": f"Bearer {Secret.make().text}"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "dependency_unavailable")
+
+
 async def test_the_official_client_raises_its_typed_errors(gate: Gate) -> None:
     def sdk(headers: dict[str, str]) -> openai.AsyncOpenAI:
         key = headers["authorization"].removeprefix("Bearer ")
