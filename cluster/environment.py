@@ -26,6 +26,9 @@ RAY_ADDRESS: Final = "RAY_ADDRESS"
 S3_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Where S3 is, if it is not Amazon's; every AWS client reads them, in this order."""
 
+API_KEY: Final = "FLYWHEEL_API_KEY"
+"""The API key that `chat`, `index`, `search` and the demo send to a gateway. Never handed to workers."""
+
 CODE_COMMIT: Final = "FLYWHEEL_CODE_COMMIT"
 """Commit of the running code, for lineage where the working copy has no `.git` (a submitted job)."""
 
@@ -74,6 +77,11 @@ def database_uri() -> str | None:
 def tracking_uri() -> str | None:
     """`FLYWHEEL_TRACKING_URI`, None if it is not set; `ConfigError` for a relative path."""
     return _uri(TRACKING_URI)
+
+
+def api_key() -> str | None:
+    """`FLYWHEEL_API_KEY`, None if it is not set."""
+    return os.environ.get(API_KEY, "").strip() or None
 
 
 def s3_endpoint() -> str | None:

@@ -53,7 +53,8 @@ class ConfigError(FlywheelError):
 class RequestError(FlywheelError):
     """One request that cannot be answered as asked.
 
-    `status` is the HTTP status, `param` the field at fault, `code` OpenAI's machine-readable reason.
+    `status` is the HTTP status, `param` the field at fault, `code` OpenAI's machine-readable reason, `headers` what
+    else a client has to be told: how to authenticate, when to ask again.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class RequestError(FlywheelError):
         param: str | None = None,
         code: str | None = None,
         hint: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.status = status
         self.param = param
         self.code = code
+        self.headers = headers or {}
 
 
 class CapacityError(FlywheelError):

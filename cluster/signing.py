@@ -49,7 +49,7 @@ _CURVES = ("secp256r1", "secp384r1", "secp521r1")  # those that model-signing ta
 
 _HINTS: dict[Reason, str] = {
     "unsigned": "Only signed models are loaded. Register or obtain it again where its files can be trusted.",
-    "unknown_key": "If you know who signed it, get their public key and run `flywheel keys trust FILE`.",
+    "unknown_key": "If you know who signed it, get their public key and run `flywheel signers trust FILE`.",
     "changed": "Restore the files that were signed, or make them again.",
     "bad_signature": "Restore the .sig file beside it, or sign again where the files can be trusted.",
 }
@@ -85,7 +85,7 @@ def sign(folder: Path, home: Home, digests: Mapping[str, str] | None = None, *, 
     if key_id not in keyring.ids():
         raise ConfigError(
             f"{keyring.private_path} is not trusted here, so what it signs could not be loaded.",
-            hint="Move it away and run `flywheel keys init` for a new one.",
+            hint="Move it away and run `flywheel signers init` for a new one.",
         )
     known = file_digests(folder) if digests is None else digests
     target = signature or signature_path(folder)
@@ -203,7 +203,7 @@ class Keyring:
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(
                 f"{self.private_path} cannot be read as a private key ({type(error).__name__}).",
-                hint="Restore it from a copy, or move it away and run `flywheel keys init`.",
+                hint="Restore it from a copy, or move it away and run `flywheel signers init`.",
             ) from None
         return _id(_require_elliptic(private.public_key(), self.private_path))
 
@@ -416,7 +416,7 @@ def _read_public(path: Path) -> ec.EllipticCurvePublicKey:
             content = file.read(_MAX_PEM_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.", hint="Give a PEM file.") from None
-    hint = "Give a public key as `flywheel keys export --out FILE` writes it."
+    hint = "Give a public key as `flywheel signers export --out FILE` writes it."
     if b"PRIVATE KEY" in content:
         raise ConfigError(f"{path} holds a private key. It has not been copied.", hint=f"{hint} Keep the private half.")
     if len(content) > _MAX_PEM_BYTES:
@@ -434,7 +434,7 @@ def _read_public(path: Path) -> ec.EllipticCurvePublicKey:
 
 
 def _require_elliptic(public: object, path: Path) -> ec.EllipticCurvePublicKey:
-    hint = f"Only keys on {', '.join(_CURVES)} are used; `flywheel keys init` makes one on {_CURVES[0]}."
+    hint = f"Only keys on {', '.join(_CURVES)} are used; `flywheel signers init` makes one on {_CURVES[0]}."
     if not isinstance(public, ec.EllipticCurvePublicKey):
         kind = type(public).__name__.removesuffix("PublicKey").lstrip("_")
         raise ConfigError(f"{path} holds a key of kind {kind}, not on an elliptic curve.", hint=hint)

@@ -23,6 +23,8 @@ from tenacity import before_sleep_log, retry, retry_if_exception, stop_after_del
 from actors.registry import drivers, gc, views
 from actors.registry.facts import (
     AliasMove,
+    ApiKeyCreated,
+    ApiKeyRevoked,
     Artifact,
     CheckpointFact,
     Collected,
@@ -45,7 +47,18 @@ from actors.registry.facts import (
 from actors.registry.ledger import Ledger, utc_now
 from actors.registry.lineage import Link, chain
 from actors.registry.mirror import LOOK_EVERY_S, ForeignMove, Mirror
-from actors.registry.rules import Adopt, BeginGate, Command, Pin, Promote, Register, Retire, Rollback
+from actors.registry.rules import (
+    Adopt,
+    BeginGate,
+    Command,
+    CreateKey,
+    Pin,
+    Promote,
+    Register,
+    Retire,
+    RevokeKey,
+    Rollback,
+)
 from actors.registry.serving import ServingBook, ServingReport
 from actors.registry.snapshot import Change, Snapshot
 from actors.registry.state import State, snapshot
@@ -205,6 +218,14 @@ class Registry:
     async def collect(self, min_age_s: float, dry_run: bool, by: str) -> views.Collection:
         """Free what nothing reaches and what is older than `min_age_s`; `dry_run`: say only what that is."""
         return await self._in_thread(self._files, partial(self._collect, min_age_s, dry_run, by))
+
+    async def create_key(self, command: CreateKey) -> ApiKeyCreated:
+        """Let an API key in. Its secret stays with the caller: only the hash comes here."""
+        return await self._commit(command, command.by, ApiKeyCreated)
+
+    async def revoke_key(self, command: RevokeKey) -> ApiKeyRevoked:
+        """Let an API key in no longer; gateways learn it as they learn of an alias."""
+        return await self._commit(command, command.by, ApiKeyRevoked)
 
     # Reading
 
@@ -451,7 +472,8 @@ class SnapshotLog:
         if epoch != current.epoch or not steps or steps[0][0] != number:
             return current.whole()
         models = {name: model for _, change in steps for name, model in change.models.items()}
-        return replace(steps[-1][1], models=models)
+        keys = next((change.keys for _, change in reversed(steps) if change.keys is not None), None)
+        return replace(steps[-1][1], models=models, keys=keys)
 
 
 def watch(look: Callable[[], None], *, every_s: float, ended: threading.Event) -> None:

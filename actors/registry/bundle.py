@@ -220,7 +220,7 @@ def _trusted(verify: Callable[[], str], named: str, reader: "_Reader") -> str:
             error.args = (error.message,)
             error.hint = (
                 f"If you know whose it is: tar xf {reader.bundle} {known}, compare its id with its owner's, "
-                f"then flywheel keys trust {known}."
+                f"then flywheel signers trust {known}."
             )
         raise
 

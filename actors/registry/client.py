@@ -20,9 +20,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.registry import drivers
 from actors.registry.actor import Registry, open_mlflow
+from actors.registry.apikeys import ApiKey
 from actors.registry.config import ACTOR_NAME, NAMESPACE
 from actors.registry.facts import (
     AliasMove,
+    ApiKeyCreated,
+    ApiKeyRevoked,
     Artifact,
     CheckpointFact,
     DataFact,
@@ -41,7 +44,7 @@ from actors.registry.facts import (
     VersionFact,
 )
 from actors.registry.lineage import Link
-from actors.registry.rules import Adopt, BeginGate, Pin, Promote, Register, Retire, Rollback
+from actors.registry.rules import Adopt, BeginGate, CreateKey, Pin, Promote, Register, Retire, RevokeKey, Rollback
 from actors.registry.serving import ServingReport
 from actors.registry.snapshot import Change, Snapshot, Split
 from actors.registry.upload import admit
@@ -211,6 +214,14 @@ class RegistryClient:
     def collect(self, *, min_age_s: float, dry_run: bool) -> Collection:
         """Free what nothing reaches and what is older than `min_age_s`; `dry_run`: say only what that is."""
         return self._call(Collection, "collect", min_age_s, dry_run, self._by, timeout_s=_LONG_S)
+
+    def create_key(self, key: ApiKey) -> ApiKeyCreated:
+        """Let an API key in: `apikeys.Secret.make` made its secret, of which only the hash goes to the registry."""
+        return self._call(ApiKeyCreated, "create_key", CreateKey(key, self._by))
+
+    def revoke_key(self, key_id: str, *, why: str) -> ApiKeyRevoked:
+        """Let an API key in no longer."""
+        return self._call(ApiKeyRevoked, "revoke_key", RevokeKey(key_id, self._by, why, _command_id()))
 
     def snapshot(self) -> Snapshot:
         """All versions and aliases as servers need them."""

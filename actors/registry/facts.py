@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from actors.registry.apikeys import Period, Role
 from actors.registry.snapshot import Kind, Split
 from cluster.config import Config
 from cluster.errors import StateError
@@ -336,6 +337,35 @@ class Restored(Fact):
     path: Path
 
 
+class ApiKeyCreated(Fact):
+    """An API key exists. Its secret was shown to whoever made it and is nowhere kept: only its SHA-256 is here."""
+
+    event: ClassVar[str] = "api-key"
+    id: str
+    name: str
+    secret_sha256: str = Field(repr=False)
+    roles: tuple[Role, ...]
+    models: tuple[str, ...] = ("*",)
+    rpm: int | None = None
+    tpm: int | None = None
+    budget_tokens: int | None = None
+    budget_period: Period | None = None
+    expires_at: datetime | None = None
+    by: str
+    at: datetime
+
+
+class ApiKeyRevoked(Fact):
+    """An API key opens nothing any more."""
+
+    event: ClassVar[str] = "api-key-revoked"
+    key_id: str
+    by: str
+    why: str
+    at: datetime
+    command: str
+
+
 _FACTS: Final[Mapping[str, type[Fact]]] = {
     fact.event: fact
     for fact in (
@@ -355,6 +385,8 @@ _FACTS: Final[Mapping[str, type[Fact]]] = {
         Pinned,
         Collected,
         Restored,
+        ApiKeyCreated,
+        ApiKeyRevoked,
     )
 }
 

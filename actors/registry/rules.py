@@ -8,7 +8,8 @@ gets the first answer:
     facts (data, run, checkpoint, incident, evaluation,   the same fact under the same id is known already
     feedback)
     Register, Adopt                                       the same content under the same name is the same version
-    Promote, Rollback, BeginGate, Retire                  carry the caller's command id, which the fact keeps
+    Promote, Rollback, BeginGate, Retire, RevokeKey       carry the caller's command id, which the fact keeps
+    CreateKey                                             the same key under the same id
     EndGate, Pin                                          the same verdict, the same pin
 """
 
@@ -18,9 +19,12 @@ from datetime import datetime
 from math import isclose
 from typing import Final, TypeVar
 
+from actors.registry.apikeys import DIGEST, KEY_ID, ROLES, ApiKey
 from actors.registry.config import ALIAS_PATTERN, NAME_PATTERN, RESERVED_ALIAS
 from actors.registry.facts import (
     AliasMove,
+    ApiKeyCreated,
+    ApiKeyRevoked,
     Artifact,
     CheckpointFact,
     Collected,
@@ -138,6 +142,24 @@ class Pin:
     why: str
 
 
+@dataclass(frozen=True)
+class CreateKey:
+    """Let an API key in; of its secret only the hash is here."""
+
+    key: ApiKey
+    by: str
+
+
+@dataclass(frozen=True)
+class RevokeKey:
+    """Let an API key in no longer, for good."""
+
+    key_id: str
+    by: str
+    why: str
+    command: str
+
+
 Recorded = DataFact | FeedbackFact | EvaluationFact | RunIncident
 Command = (
     Recorded
@@ -154,6 +176,8 @@ Command = (
     | Rollback
     | Retire
     | Pin
+    | CreateKey
+    | RevokeKey
 )
 _OF_ONE_START: Final = ("driver", "tracking_run", "changes")
 """What of a run may be other each time that it is taken up."""
@@ -191,6 +215,10 @@ def decide(state: State, command: Command, *, now: datetime) -> Decision:
             return _retire(state, command, now)
         case Pin():
             return _pin(state, command, now)
+        case CreateKey():
+            return _create_key(state, command, now)
+        case RevokeKey():
+            return _revoke_key(state, command, now)
         case RunFact():
             return _begin(state, command)
         case RunEnded():
@@ -532,6 +560,87 @@ def _collect(state: State, fact: Collected) -> Decision:
             raise StateError(f"The files of {version_id} stay: {keep[version_id]}.", hint="Plan the collection again.")
     fresh = tuple(id_ for id_ in fact.version_ids if id_ not in state.collected)
     return Decision((Collected(version_ids=fresh),) if fresh else (), fact)
+
+
+def _create_key(state: State, command: CreateKey, now: datetime) -> Decision:
+    key = command.key
+    if (known := state.keys.get(key.id)) is not None:
+        created = ApiKeyCreated(**vars(key), by=known.by, at=known.at)
+        if encode(created) != encode(known):
+            raise StateError(
+                f"{key.id!r} is the id of another API key already ({known.name}).",
+                hint="Create the key again; it gets a new id and a new secret.",
+            )
+        return Decision((), known)
+    _require_sound(key, now)
+    for other in state.live_keys.values():
+        # Usage and logs speak of keys by name. To change a secret without a gap, create the next under a new name.
+        if other.name == key.name and not other.expired(now):
+            raise StateError(
+                f"There is a live API key called {key.name!r} already: {other.id}.",
+                hint=f"Choose another name, or revoke it first: flywheel keys revoke {other.id} --reason …",
+            )
+    created = ApiKeyCreated(**vars(key), by=command.by, at=now)
+    return Decision((created,), created)
+
+
+def _revoke_key(state: State, command: RevokeKey, now: datetime) -> Decision:
+    if (made := state.commands.get(command.command)) is not None:
+        return Decision((), made)
+    _require_reason(command.by, command.why)
+    known = state.keys.get(command.key_id)
+    if known is None:
+        raise RequestError(
+            f"There is no API key {command.key_id!r}.",
+            status=404,
+            code="not_found",
+            hint="`flywheel keys list` shows the ids.",
+        )
+    before = state.revoked.get(command.key_id)
+    if before is not None:
+        raise StateError(
+            f"{known.id} ({known.name}) was revoked already, at {before.at:%Y-%m-%d %H:%M} UTC by {before.by}: "
+            f"{before.why}",
+            hint="Nothing is left to do; no gateway lets it in.",
+        )
+    revoked = ApiKeyRevoked(key_id=known.id, by=command.by, why=command.why, at=now, command=command.command)
+    return Decision((revoked,), revoked)
+
+
+def _require_sound(key: ApiKey, now: datetime) -> None:
+    _require_name(key.name, "name")
+    if not KEY_ID.fullmatch(key.id) or not DIGEST.fullmatch(key.secret_sha256):
+        raise RequestError(
+            f"{key.id!r} cannot be an API key.", param="id", hint="Make its secret with `flywheel keys create`."
+        )
+    foreign = sorted({*key.roles} - {*ROLES})
+    if not key.roles or foreign:
+        raise RequestError(
+            f"An API key cannot have the roles {foreign or 'none'}.", param="roles", hint=f"Roles: {', '.join(ROLES)}."
+        )
+    if not key.models or not all(pattern and pattern.isprintable() for pattern in key.models):
+        raise RequestError(
+            f"{list(key.models)!r} cannot be the models of an API key.",
+            param="models",
+            hint="Give patterns such as 'base:team-*'; '*' is every model.",
+        )
+    for param in ("rpm", "tpm", "budget_tokens"):
+        if (value := getattr(key, param)) is not None and value < 1:
+            raise RequestError(f"{param} is at least 1, not {value}.", param=param, hint="Leave it out for no limit.")
+    if (key.budget_tokens is None) != (key.budget_period is None):
+        raise RequestError(
+            f"A budget is so many tokens per day or month; {key.budget_tokens} per {key.budget_period} is none.",
+            param="budget_tokens",
+            hint="Give --budget-tokens and --per, or neither.",
+        )
+    if key.expires_at is not None and key.expires_at.tzinfo is None:
+        raise RequestError(f"{key.expires_at} has no time zone.", param="expires_at", hint="Give it one.")
+    if key.expired(now):
+        raise RequestError(
+            f"An API key that expires at {key.expires_at} would never open anything.",
+            param="expires_at",
+            hint="Give a moment that is still to come.",
+        )
 
 
 def shown(split: Split) -> str:

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, Literal
 
+from actors.registry.apikeys import ApiKey
 from cluster.errors import RequestError
 
 Kind = Literal["adapter", "model", "embedder"]
@@ -53,18 +54,22 @@ _NO_MODEL: Final = Model("")
 
 @dataclass(frozen=True)
 class Change:
-    """What differs between two snapshots: every `Model` that changed, as it is now. `whole`: all that there are."""
+    """What differs between two snapshots: every `Model` that changed, as it is now. `whole`: all that there are.
+
+    `keys` are all live API keys if any of them changed (they are few, and change seldom); None: they are as before.
+    """
 
     epoch: int
     number: int
     root: Path
     models: Mapping[str, Model]
     whole: bool
+    keys: Mapping[str, ApiKey] | None = None
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All servable versions and all aliases at one moment.
+    """All servable versions, all aliases and all live API keys (hashes and limits, by id) at one moment.
 
     `number` grows with everything that servers have to know; two snapshots of one `epoch` (one life of the registry)
     with the same number are equal. `root` is the version store, against which a route's path is meant.
@@ -74,6 +79,7 @@ class Snapshot:
     number: int = 0
     root: Path = Path()
     models: Mapping[str, Model] = field(default_factory=dict)
+    keys: Mapping[str, ApiKey] = field(default_factory=dict)
 
     @classmethod
     def of_routes(
@@ -109,16 +115,18 @@ class Snapshot:
     def updated(self, change: Change) -> "Snapshot":
         """This snapshot with `change` in it."""
         models = change.models if change.whole else {**self.models, **change.models}
-        return Snapshot(change.epoch, change.number, change.root, models)
+        keys = self.keys if change.keys is None else change.keys
+        return Snapshot(change.epoch, change.number, change.root, models, keys)
 
     def since(self, earlier: "Snapshot") -> Change:
         """What has changed since `earlier`, a snapshot of the same registry."""
         changed = {name: model for name, model in self.models.items() if earlier.models.get(name) is not model}
-        return Change(self.epoch, self.number, self.root, changed, whole=False)
+        keys = dict(self.keys) if self.keys != earlier.keys else None
+        return Change(self.epoch, self.number, self.root, changed, whole=False, keys=keys)
 
     def whole(self) -> Change:
         """All of it, for someone who knows nothing."""
-        return Change(self.epoch, self.number, self.root, dict(self.models), whole=True)
+        return Change(self.epoch, self.number, self.root, dict(self.models), whole=True, keys=dict(self.keys))
 
 
 def heaviest(split: Split) -> int:

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 
+from actors.registry.apikeys import ApiKey
 from actors.registry.facts import (
     AliasMove,
+    ApiKeyCreated,
+    ApiKeyRevoked,
     CheckpointFact,
     Collected,
     DataFact,
@@ -72,6 +75,12 @@ class State:
     """What a caller's command became, by its id."""
     models: Mapping[str, Model] = field(default_factory=dict)
     """What servers know, by name."""
+    keys: Mapping[str, ApiKeyCreated] = field(default_factory=dict)
+    """Every API key that there has been, by id. Not among `entries`: nothing is made from a key."""
+    revoked: Mapping[str, ApiKeyRevoked] = field(default_factory=dict)
+    """How API keys ended, by id."""
+    live_keys: Mapping[str, ApiKey] = field(default_factory=dict)
+    """What servers know of the keys that are not revoked, by id."""
 
     def split(self, name: str, alias: str) -> Split | None:
         """Where the alias stands; None if there is no such alias."""
@@ -140,7 +149,7 @@ def replay(events: Iterable[Event], state: State | None = None) -> State:
 
 def snapshot(state: State, *, epoch: int = 0, root: Path = Path()) -> Snapshot:
     """What servers have to know of `state`; `root` is the version store."""
-    return Snapshot(epoch, state.snapshot_number, root, state.models)
+    return Snapshot(epoch, state.snapshot_number, root, state.models, state.live_keys)
 
 
 def held(state: State) -> dict[str, str]:
@@ -236,6 +245,10 @@ def _names(fact: Fact) -> set[str]:
     return {fact.name} if isinstance(fact, ExternalMove) else {id_.rpartition("/")[0] for id_ in versions_of(fact)}
 
 
+def _key(fact: ApiKeyCreated) -> ApiKey:
+    return ApiKey(**{each.name: getattr(fact, each.name) for each in fields(ApiKey)})
+
+
 class _Draft:
     """A state being built: one shallow copy, then any number of events."""
 
@@ -256,6 +269,9 @@ class _Draft:
         self.history = dict(state.history)
         self.commands = dict(state.commands)
         self.models = dict(state.models)
+        self.keys = dict(state.keys)
+        self.revoked = dict(state.revoked)
+        self.live_keys = dict(state.live_keys)
 
     def put(self, event: Event) -> None:
         self.seq, self.at = event.seq, event.at
@@ -294,6 +310,15 @@ class _Draft:
                     self._withdraw(version_id)
             case Restored():
                 self._restore(fact)
+            case ApiKeyCreated():
+                self.keys[fact.id] = fact
+                self.live_keys[fact.id] = _key(fact)
+                self.snapshot_number = self.seq
+            case ApiKeyRevoked():
+                self.revoked[fact.key_id] = fact
+                self.live_keys.pop(fact.key_id, None)
+                self.commands[fact.command] = fact
+                self.snapshot_number = self.seq
         for name in _names(fact):
             self.history[name] = (*self.history.get(name, ()), event)
 

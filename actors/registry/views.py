@@ -6,8 +6,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final, Literal
 
+from actors.registry.apikeys import Period, Role
 from actors.registry.facts import (
     AliasMove,
+    ApiKeyCreated,
     CheckpointFact,
     Collected,
     EvaluationFact,
@@ -48,6 +50,25 @@ class ModelView(Config):
     """Stage of each version."""
     aliases: dict[str, int]
     splits: dict[str, Split]
+
+
+class KeyView(Config):
+    """One API key; neither its secret nor the hash of it. `revoked_at` None: it is live, until it expires."""
+
+    id: str
+    name: str
+    roles: tuple[Role, ...]
+    models: tuple[str, ...]
+    rpm: int | None
+    tpm: int | None
+    budget_tokens: int | None
+    budget_period: Period | None
+    expires_at: datetime | None
+    created_at: datetime
+    created_by: str
+    revoked_at: datetime | None
+    revoked_by: str | None
+    why: str | None
 
 
 class RunView(Config):
@@ -159,6 +180,25 @@ class RegistryStatus(Config):
     running: tuple[str, ...]
     """Ids of runs that go on."""
     mirror: MirrorStatus | None
+
+
+def keys(state: State) -> tuple[KeyView, ...]:
+    """Every API key that there has been, the newest last."""
+
+    def view(fact: ApiKeyCreated) -> KeyView:
+        ended = state.revoked.get(fact.id)
+        return KeyView.model_validate(
+            {
+                **fact.model_dump(exclude={"secret_sha256", "by", "at"}),
+                "created_at": fact.at,
+                "created_by": fact.by,
+                "revoked_at": ended.at if ended else None,
+                "revoked_by": ended.by if ended else None,
+                "why": ended.why if ended else None,
+            }
+        )
+
+    return tuple(view(fact) for fact in state.keys.values())
 
 
 def models(state: State) -> tuple[ModelView, ...]:

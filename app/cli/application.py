@@ -16,6 +16,7 @@ from app.cli import (
     plan,
     search,
     serve,
+    signers,
     status,
     train,
 )
@@ -35,4 +36,5 @@ cli.add_typer(data.cli, name="data")
 cli.add_typer(models.cli, name="models")
 cli.add_typer(checkpoint.cli, name="checkpoint")
 cli.add_typer(keys.cli, name="keys")
+cli.add_typer(signers.cli, name="signers")
 cli.add_typer(bench.cli, name="bench")

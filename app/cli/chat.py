@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from app.cli.connection import Url, gateway_url
+from app.cli.connection import Key, Url, api_key, gateway_url
 from app.cli.output import AsJson, notes, show
 from app.pipelines.gateway import not_the_gateway, unreachable
 from cluster.errors import ConfigError, RequestError
@@ -21,6 +21,7 @@ def run(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
     url: Url = None,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask a model once, or hold a conversation when no message is given (an empty line ends it)."""
@@ -28,10 +29,10 @@ def run(
         raise ConfigError("A conversation is not one JSON object.", hint="Give a message, or leave out --json.")
     if message is None and sys.stdin is None:
         raise ConfigError("There is no stdin to read a conversation from.", hint="Give a message.")
-    address = gateway_url(url)
+    address, secret = gateway_url(url), api_key(key)
     import openai  # takes most of a second to import
 
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300)
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key=secret or "none", max_retries=0, timeout=300)
     conversation: list[Any] = [{"role": "system", "content": system}] if system else []
 
     def ask(text: str) -> str:

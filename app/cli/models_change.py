@@ -214,7 +214,7 @@ def import_(
     file: Annotated[Path, typer.Argument(help="A file that `flywheel models export` wrote.")],
     as_json: AsJson = False,
 ) -> None:
-    """Register a version of another installation. Its key must be trusted here: `flywheel keys trust`."""
+    """Register a version of another installation. Its key must be trusted here: `flywheel signers trust`."""
     from app.pipelines.versions import import_version
 
     with Display(notes) as display, display.stage("import"):

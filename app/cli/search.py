@@ -3,13 +3,12 @@
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
 from rich.console import Console
 
-from app.cli.connection import Url, gateway_url
+from app.cli.connection import Key, Url, api_key, gateway_url
 from app.cli.output import AsJson, show, table
-from app.pipelines.gateway import not_the_gateway, post
+from app.pipelines.gateway import connect, not_the_gateway, post
 
 EXAMPLES = 'Example: `flywheel search python-functions "read a file in chunks" -k 5`'
 
@@ -19,12 +18,13 @@ def run(
     query: Annotated[str, typer.Argument(help="What to look for.")],
     k: Annotated[int, typer.Option("-k", min=1, max=1000, help="Number of hits.")] = 10,
     url: Url = None,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Search a collection of the running application."""
-    address = gateway_url(url)
+    address, secret = gateway_url(url), api_key(key)
     path = f"/v1/collections/{quote(collection, safe='')}/search"
-    with httpx.Client(base_url=address, timeout=300) as client:
+    with connect(address, secret, timeout_s=300) as client:
         found = post(client, path, {"query": query, "k": k})
     hits: Any = found.get("data")
     try:

@@ -8,6 +8,7 @@ import typer
 import yaml
 from rich.console import Console
 
+from actors.registry.reader import read_state
 from app import recipe as recipes
 from app.cli.output import AsJson, Assignments, notes, show
 from app.display import Display
@@ -16,6 +17,7 @@ from cluster.errors import ConfigError
 from cluster.session import Beacon
 from cluster.storage import Home
 from cluster.telemetry import quiet_imports
+from deployments.config import ServeConfig
 
 EXAMPLES = "Examples: `flywheel serve error-triage` · `flywheel serve error-triage --print-config > serve.yaml`"
 
@@ -50,10 +52,18 @@ def run(
                 url = serve.deploy(settings, home, display)
         if not session.owned:
             _tell(url, "It stays up; `serve shutdown` ends it.", as_json=as_json)
+            _mind_keys(settings, home)
             return
         with Beacon.lit(home, address=session.address, gateway_url=url, dashboard_url=session.dashboard_url):
             _tell(url, "Press Ctrl-C to stop it.", as_json=as_json)
+            _mind_keys(settings, home)
             signal.pause()
+
+
+def _mind_keys(settings: ServeConfig, home: Home) -> None:
+    """Said while somebody looks: without a key, whoever asks gets 401."""
+    if settings.gateway.require_keys and not read_state(home).live_keys:
+        notes.print("Nobody has an API key for it yet: `flywheel keys create NAME` makes one.")
 
 
 def _write(to: Console, text: str) -> None:

@@ -28,10 +28,16 @@ class Answer:
 
 
 def ask(
-    url: str, names: Sequence[str], questions: Sequence[ChatExample], sink: Sink, *, max_tokens: int
+    url: str,
+    names: Sequence[str],
+    questions: Sequence[ChatExample],
+    sink: Sink,
+    *,
+    max_tokens: int,
+    key: str | None = None,
 ) -> list[Answer]:
     """Each question to each model, streaming and not, at temperature 0."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=120)
     answers = []
     for question in questions:
         *prompt, reference = question.messages

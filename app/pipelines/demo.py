@@ -24,11 +24,13 @@ from app.pipelines.stages import Ground, Registration
 from app.pipelines.train import ground
 from app.recipe import Recipe
 from app.session import connected
+from cluster import environment
 from cluster.errors import ConfigError
 from cluster.models import served_name
 from cluster.session import Beacon, require_free_port
 from cluster.storage import Home
 from cluster.tracking import shown_uri
+from deployments.gateway.config import GatewayConfig
 
 STAGES = 8
 _QUESTIONS = 4
@@ -78,6 +80,8 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
         )
     # Said now, not after five minutes of training.
     require_free_port(serving.gateway.host, serving.gateway.port)
+    gateway, key = admitted(serving.gateway)
+    served = serving.model_copy(update={"gateway": gateway})
     began = monotonic()
 
     with connected() as session, ground(recipe, home, display) as standing:
@@ -98,20 +102,21 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
         adapter_name = f"{base_name}:{_reference(registration)}"
         with ExitStack() as up:
             with display.stage("serve"):
-                url = up.enter_context(running(serving, home, display))
+                url = up.enter_context(running(served, home, display))
                 answers = ask(
                     url,
                     (base_name, adapter_name),
                     data.held_out[:_QUESTIONS],
                     display,
                     max_tokens=recipe.evaluate.max_new_tokens,
+                    key=key,
                 )
             # Held-out packages only: all of these functions are indexed, and the first ones' docstrings ask for them.
             pairs = pool(functions, home, documents=indexing.documents, splits=("test",))
             with display.stage("index"):
-                indexed = index(url, indexing.collection, pairs, display)
+                indexed = index(url, indexing.collection, pairs, display, key=key)
             with display.stage("search"):
-                retrieval = ask_collection(url, indexing.collection, pairs[: indexing.queries], display)
+                retrieval = ask_collection(url, indexing.collection, pairs[: indexing.queries], display, key=key)
             summary = Summary(
                 seconds=monotonic() - began,
                 stages=display.times(),
@@ -132,6 +137,20 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
                 with Beacon.lit(home, address=session.address, gateway_url=url, dashboard_url=session.dashboard_url):
                     kept(summary)
         return summary
+
+
+def admitted(gateway: GatewayConfig) -> tuple[GatewayConfig, str | None]:
+    """`gateway` as the demo runs it, and the API key it asks with: none on loopback, unless the recipe wants keys."""
+    if gateway.loopback and "require_keys" not in gateway.model_fields_set:
+        gateway = gateway.model_copy(update={"require_keys": False})
+    key = environment.api_key() if gateway.require_keys else None
+    if gateway.require_keys and key is None:
+        raise ConfigError(
+            f"The demo asks its own gateway at {gateway.host}, which needs an API key there, and has none.",
+            hint="Set serve.gateway.host=127.0.0.1, or run `flywheel keys create demo --role infer --role index` and "
+            f"put its secret into {environment.API_KEY}.",
+        )
+    return gateway, key
 
 
 def _functions(standing: Ground, source: str) -> DataVersion:

@@ -7,6 +7,11 @@ import httpx
 from cluster.errors import DependencyError, RequestError
 
 
+def connect(url: str, key: str | None, *, timeout_s: float) -> httpx.Client:
+    """A client of the gateway at `url` that sends the API key `key`, if there is one."""
+    return httpx.Client(base_url=url, timeout=timeout_s, headers={"authorization": f"Bearer {key}"} if key else None)
+
+
 def post(client: httpx.Client, path: str, body: dict[str, object]) -> dict[str, Any]:
     """The JSON object that answers. The gateway's error shape becomes `RequestError`; no gateway, `DependencyError`."""
     url = str(client.base_url).rstrip("/")

@@ -13,7 +13,7 @@ from actors.data.config import Split
 from actors.data.examples import PairExample, read
 from actors.data.version import DataVersion
 from actors.evaluation.retrieval import RetrievalScores, rank_of, score
-from app.pipelines.gateway import post
+from app.pipelines.gateway import connect, post
 from cluster.errors import ConfigError
 from cluster.progress import Progress, Sink
 from cluster.storage import Home
@@ -48,11 +48,13 @@ def pool(
     return pairs
 
 
-def index(url: str, collection: str, documents: Sequence[PairExample], sink: Sink) -> Indexed:
+def index(
+    url: str, collection: str, documents: Sequence[PairExample], sink: Sink, *, key: str | None = None
+) -> Indexed:
     """Write the functions of `documents` into a collection; returns when every one is durable and can be found."""
     began = monotonic()
     done = 0
-    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(_CLIENTS) as pool:
+    with connect(url, key, timeout_s=600) as client, ThreadPoolExecutor(_CLIENTS) as pool:
         batches = [
             [{"id": pair.id, "text": pair.positive, "metadata": {"group": pair.group}} for pair in batch]
             for batch in _batched(documents, _DOCUMENTS_PER_REQUEST)
@@ -71,11 +73,12 @@ def ask(
     sink: Sink,
     *,
     k: int = 10,
+    key: str | None = None,
     confidence: float = 0.95,
 ) -> RetrievalScores:
     """Search with each query; the right answer is the function its docstring was taken from."""
     ranks: list[int | None] = []
-    with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(_CLIENTS) as pool:
+    with connect(url, key, timeout_s=120) as client, ThreadPoolExecutor(_CLIENTS) as pool:
         for rank in pool.map(lambda pair: _rank(client, collection, pair, k), queries):
             ranks.append(rank)
             sink(Progress("search", len(ranks), len(queries), "queries"))

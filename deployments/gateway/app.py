@@ -1,7 +1,8 @@
 """The routes. Each reads a body, resolves the model, asks a port, and shapes the answer; none decides a status.
 
-It knows the ports, not what is behind them: tests run it on the fakes of `echo.py`, the deployment on Serve
-handles. A generation goes `_generation` → `Engine.generate` → `deployments.llm.server.LLMDeployment.generate`.
+Every route but `/healthz` first asks `Access` whose request it is. It knows the ports, not what is behind them:
+tests run it on the fakes of `echo.py`, the deployment on Serve handles. A generation goes `_generation` →
+`Engine.generate` → `deployments.llm.server.LLMDeployment.generate`.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import FlywheelError, RequestError
 from deployments.gateway import metrics as gateway_metrics
 from deployments.gateway import models, schemas
+from deployments.gateway.access import Access
 from deployments.gateway.admission import Admission, Turn
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.errors import out_of_time, problem
+from deployments.gateway.limits import Limiter, Reservation, estimate
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served, Target
 from deployments.gateway.ports import Collections, Embedder, Engine
@@ -51,6 +54,7 @@ class Parts:
     engine: Engine | None = None
     embedder: Embedder | None = None
     collections: Collections | None = None
+    limiter: Limiter = field(default_factory=Limiter)
 
 
 def create_app(parts: Parts, config: GatewayConfig, *, send_id: bool = True) -> FastAPI:
@@ -58,11 +62,12 @@ def create_app(parts: Parts, config: GatewayConfig, *, send_id: bool = True) -> 
     app = FastAPI(title="Flywheel", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(RequestScope, metrics=parts.metrics, send_id=send_id)
     app.add_exception_handler(HTTPException, _refuse)
-    _add_models(app, parts)
-    _add_generation(app, parts, config)
-    _add_embeddings(app, parts, config)
-    _add_collections(app, parts, config)
-    _add_operations(app, parts)
+    access = Access(parts.feed, parts.limiter, required=config.require_keys)
+    _add_models(app, parts, access)
+    _add_generation(app, parts, config, access)
+    _add_embeddings(app, parts, config, access)
+    _add_collections(app, parts, config, access)
+    _add_operations(app, parts, access)
     return app
 
 
@@ -70,76 +75,91 @@ async def _refuse(_: Request, error: Exception) -> Response:
     return problem(error).response()
 
 
-def _add_models(app: FastAPI, parts: Parts) -> None:
+def _add_models(app: FastAPI, parts: Parts, access: Access) -> None:
     @app.get("/v1/models")
-    async def list_models() -> Response:
-        return JSONResponse({"object": "list", "data": models.cards(parts.served, parts.feed.current)})
+    async def list_models(request: Request) -> Response:
+        caller = access.admit(request, "infer")
+        cards = models.cards(parts.served, parts.feed.current)
+        return JSONResponse({"object": "list", "data": [card for card in cards if caller.key.allows(card["id"])]})
 
     @app.get("/v1/models/{model:path}")
-    async def retrieve_model(model: str) -> Response:
+    async def retrieve_model(request: Request, model: str) -> Response:
+        access.admit(request, "infer").require_model(model)
         return JSONResponse(models.card(parts.served, parts.feed.current, model))
 
 
-def _add_generation(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
+def _add_generation(app: FastAPI, parts: Parts, config: GatewayConfig, access: Access) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _generation(request, parts, config, "chat", schemas.ChatBody)
+        return await _generation(request, parts, config, access, "chat", schemas.ChatBody)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _generation(request, parts, config, "completions", schemas.CompletionBody)
+        return await _generation(request, parts, config, access, "completions", schemas.CompletionBody)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return await _tokens(request, parts, config, "tokenize")
+        return await _tokens(request, parts, config, access, "tokenize")
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return await _tokens(request, parts, config, "detokenize")
+        return await _tokens(request, parts, config, access, "detokenize")
 
 
-async def _tokens(request: Request, parts: Parts, config: GatewayConfig, kind: Kind) -> Response:
+async def _tokens(request: Request, parts: Parts, config: GatewayConfig, access: Access, kind: Kind) -> Response:
     """Text to the model's token ids, or back; nothing is generated and no token is counted."""
+    caller = access.admit(request, "infer")
     body, raw = schemas.parse(schemas.TokensBody, await read_body(request, config.max_request_bytes))
     trace = trace_of(request)
     name = body.model or parts.served.llm
     if name is None or parts.engine is None:
         raise RequestError("This application serves no language model.", status=404, code="model_not_found")
+    caller.require_model(name)
     target = models.generator(parts.served, parts.feed.current, name, key=trace.request_id)
     trace.model, trace.version = target.model, target.version
+    reservation = access.reserve(request, caller, raw)
     answers = parts.engine.generate(Generation(kind, raw, request_id=uuid.uuid4().hex, adapter=target.adapter))
     async with asyncio.timeout(config.request_timeout_s):
         answer = await anext(answers, None)
     await _close(answers)
     if not isinstance(answer, dict):
         raise engine_lost()
+    reservation.settle(0)
     return JSONResponse(answer, headers={VERSION_HEADER: target.version})
 
 
 async def _generation(
-    request: Request, parts: Parts, config: GatewayConfig, kind: Kind, body_class: type[schemas.GenerationBody]
+    request: Request,
+    parts: Parts,
+    config: GatewayConfig,
+    access: Access,
+    kind: Kind,
+    body_class: type[schemas.GenerationBody],
 ) -> Response:
+    caller = access.admit(request, "infer")
     body, raw = schemas.parse(body_class, await read_body(request, config.max_request_bytes))
+    caller.require_model(body.model)
     # Resolved once: whatever an alias does from here on, this request ends on the version it began with.
     trace = trace_of(request)
     target = models.generator(parts.served, parts.feed.current, body.model, key=body.user or trace.request_id)
     if parts.engine is None:
         raise RequestError("This application serves no language model.", status=404, code="model_not_found")
     trace.model, trace.version = target.model, target.version
+    reservation = access.reserve(request, caller, raw)
     generation = Generation(
         kind=kind,
         body=body.for_engine(raw),
         request_id=uuid.uuid4().hex,
         adapter=target.adapter,
-        tokens=body.about_tokens,
+        tokens=estimate(raw),
     )
     async with AsyncExitStack() as held:
         deadline = asyncio.get_running_loop().time() + config.request_timeout_s
         async with asyncio.timeout_at(deadline):
-            turn = await held.enter_async_context(parts.admission.turn(body.user or "", generation.tokens))
+            turn = await held.enter_async_context(parts.admission.turn(caller.id or body.user or "", generation.tokens))
         answers = parts.engine.generate(generation)
         held.push_async_callback(_close, answers)
-        response = await _answered(answers, generation, target, parts, body, deadline, turn)
+        response = await _answered(answers, generation, target, parts, body, deadline, Account(turn, reservation))
         if isinstance(response, HeldStream):
             response.held = held.pop_all()
     return response
@@ -155,6 +175,18 @@ class HeldStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+@dataclass(frozen=True)
+class Account:
+    """Where the tokens of one generation are charged: its caller's share of the engines, and its key's limits."""
+
+    turn: Turn
+    reservation: Reservation
+
+    def settle(self, used: int) -> None:
+        self.turn.used = used
+        self.reservation.settle(used)
+
+
 async def _answered(
     answers: AsyncIterator[Answer],
     generation: Generation,
@@ -162,7 +194,7 @@ async def _answered(
     parts: Parts,
     body: schemas.GenerationBody,
     deadline: float,
-    turn: Turn,
+    account: Account,
 ) -> Response:
     # The status line must wait for the first answer: a refused request has to be a 4xx, not a broken stream.
     async with asyncio.timeout_at(deadline):
@@ -170,7 +202,7 @@ async def _answered(
     if first is None:
         raise engine_lost()
     if isinstance(first, dict):
-        return _whole(first, target, parts, turn)
+        return _whole(first, target, parts, account)
     assembler = StreamAssembler(
         model=target.model,
         version=target.version,
@@ -183,21 +215,17 @@ async def _answered(
         # Some refusals come from the engine as the first event of a stream.
         raise assembler.fault
     return HeldStream(
-        _events(events, answers, assembler, deadline, parts.metrics, turn),
+        _events(events, answers, assembler, deadline, parts.metrics, account),
         media_type=_EVENT_STREAM,
         headers={**_STREAM_HEADERS, VERSION_HEADER: target.version},
     )
 
 
-def _whole(answer: dict[str, Any], target: Target, parts: Parts, turn: Turn) -> Response:
+def _whole(answer: dict[str, Any], target: Target, parts: Parts, account: Account) -> Response:
     usage = answer.get("usage") or {}
-    turn.used = usage.get("total_tokens")
-    parts.metrics.tokens(
-        model=target.model,
-        version=target.version,
-        prompt=usage.get("prompt_tokens") or 0,
-        completion=usage.get("completion_tokens") or 0,
-    )
+    prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    parts.metrics.tokens(model=target.model, version=target.version, prompt=prompt, completion=completion)
+    account.settle(prompt + completion)
     return JSONResponse(
         stamped(answer, model=target.model, version=target.version), headers={VERSION_HEADER: target.version}
     )
@@ -209,7 +237,7 @@ async def _events(
     assembler: StreamAssembler,
     deadline: float,
     metrics: GatewayMetrics,
-    turn: Turn,
+    account: Account,
 ) -> AsyncIterator[bytes]:
     """The client's events."""
     try:
@@ -239,7 +267,15 @@ async def _events(
             prompt=assembler.usage.prompt_tokens,
             completion=assembler.usage.completion_tokens,
         )
-        turn.used = assembler.usage.prompt_tokens + assembler.usage.completion_tokens or None
+        _settle(account, assembler)
+
+
+def _settle(account: Account, assembler: StreamAssembler) -> None:
+    """By the usage, which is the last thing that a stream says. Who leaves before it does not get the rest for free."""
+    if used := assembler.usage.prompt_tokens + assembler.usage.completion_tokens:
+        account.settle(used)
+    elif assembler.fault is None:
+        account.reservation.keep()
 
 
 async def _close(answers: AsyncIterator[Answer]) -> None:
@@ -247,19 +283,23 @@ async def _close(answers: AsyncIterator[Answer]) -> None:
         await close()
 
 
-def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
+def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: Access) -> None:
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        body, _ = schemas.parse(schemas.EmbeddingsBody, await read_body(request, config.max_request_bytes))
+        caller = access.admit(request, "infer")
+        body, raw = schemas.parse(schemas.EmbeddingsBody, await read_body(request, config.max_request_bytes))
+        caller.require_model(body.model)
         model = models.embedder(parts.served, body.model)
         if parts.embedder is None:
             raise RequestError("This application serves no embedding model.", status=404, code="model_not_found")
         trace_of(request).model = trace_of(request).version = model
+        reservation = access.reserve(request, caller, raw)
         async with asyncio.timeout(config.request_timeout_s):
             if body.dimensions is not None:
                 await _require_dimensions(parts.embedder, body.dimensions)
             made = await parts.embedder.embed(body.input)
         parts.metrics.tokens(model=model, version=model, prompt=sum(made.tokens), completion=0)
+        reservation.settle(sum(made.tokens))
         return JSONResponse(
             schemas.embeddings_response(model, made.vectors, made.tokens, body.encoding_format),
             headers={VERSION_HEADER: model},
@@ -267,16 +307,20 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
 
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
-        body, _ = schemas.parse(schemas.ScoreBody, await read_body(request, config.max_request_bytes))
+        caller = access.admit(request, "infer")
+        body, raw = schemas.parse(schemas.ScoreBody, await read_body(request, config.max_request_bytes))
+        caller.require_model(body.model)
         model = models.embedder(parts.served, body.model)
         if parts.embedder is None:
             raise RequestError("This application serves no embedding model.", status=404, code="model_not_found")
         trace = trace_of(request)
         trace.model = trace.version = model
+        reservation = access.reserve(request, caller, raw)
         async with asyncio.timeout(config.request_timeout_s):
             made = await parts.embedder.embed([*body.queries, *body.documents])
         count = sum(made.tokens)
         parts.metrics.tokens(model=model, version=model, prompt=count, completion=0)
+        reservation.settle(count)
         scores = similarity(made.vectors[: len(body.queries)], made.vectors[len(body.queries) :])
         content = schemas.score_response(
             model, scores, count, request_id=f"score-{trace.request_id}", created=int(time.time())
@@ -302,7 +346,7 @@ async def _require_dimensions(embedder: Embedder, asked: int) -> None:
         )
 
 
-def _add_collections(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
+def _add_collections(app: FastAPI, parts: Parts, config: GatewayConfig, access: Access) -> None:
     def collections() -> Collections:
         if parts.collections is None:
             raise RequestError("This application serves no collections.", status=404, code="collection_not_found")
@@ -310,21 +354,27 @@ def _add_collections(app: FastAPI, parts: Parts, config: GatewayConfig) -> None:
 
     @app.post("/v1/collections/{name}/documents")
     async def write(request: Request, name: str) -> Response:
-        body, _ = schemas.parse(schemas.DocumentsBody, await read_body(request, config.max_request_bytes))
+        caller = access.admit(request, "index")
+        body, raw = schemas.parse(schemas.DocumentsBody, await read_body(request, config.max_request_bytes))
+        reservation = access.reserve(request, caller, raw)
         documents = [document.model_dump(exclude_none=True) for document in body.documents]
         async with asyncio.timeout(config.request_timeout_s):
             count = await collections().write(name, documents)
+        reservation.keep()  # collections do not say what their embeddings have cost
         return JSONResponse({"object": "collection.write", "collection": name, "written": count})
 
     @app.post("/v1/collections/{name}/search")
     async def search(request: Request, name: str) -> Response:
-        body, _ = schemas.parse(schemas.SearchBody, await read_body(request, config.max_request_bytes))
+        caller = access.admit(request, "infer")
+        body, raw = schemas.parse(schemas.SearchBody, await read_body(request, config.max_request_bytes))
+        reservation = access.reserve(request, caller, raw)
         async with asyncio.timeout(config.request_timeout_s):
             hits = await collections().search(name, body.query, body.k, body.filter)
+        reservation.keep()
         return JSONResponse({"object": "list", "collection": name, "data": hits})
 
 
-def _add_operations(app: FastAPI, parts: Parts) -> None:
+def _add_operations(app: FastAPI, parts: Parts, access: Access) -> None:
     @app.get("/healthz")
     async def health() -> Response:
         parts_there = {"llm": parts.engine, "embedding": parts.embedder}
@@ -336,7 +386,9 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
         return JSONResponse(content, status_code=200 if well else 503)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        # `admin`: it names every model and all traffic, also of those that a key which may only infer cannot ask for.
+        access.admit(request, "admin")
         return Response(parts.metrics.render(), media_type=gateway_metrics.CONTENT_TYPE)
 
 

@@ -1,6 +1,9 @@
 """Settings of the gateway."""
 
-from pydantic import Field
+import ipaddress
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from cluster.config import Config
 
@@ -21,3 +24,22 @@ class GatewayConfig(Config):
     """Longest wait for a turn. Who would wait longer is told 429 at once, with when to ask again."""
     snapshot_poll_s: float = Field(default=10.0, gt=0)
     """Longest wait of one long poll for a new registry snapshot."""
+    require_keys: bool = True
+    """Whether every route but `/healthz` needs an API key (`flywheel keys create`)."""
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the gateway."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @model_validator(mode="after")
+    def _closed_to_strangers(self) -> Self:
+        if not self.require_keys and not self.loopback:
+            raise ValueError(
+                f"require_keys: false would open {self.host!r} to everybody who can reach it; leave it out and run "
+                "`flywheel keys create NAME`, or set host to 127.0.0.1"
+            )
+        return self

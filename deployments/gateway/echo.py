@@ -40,7 +40,7 @@ class EchoEngine:
             yield {"count": len(found), "max_model_len": 128, "tokens": found}
             return
         if generation.kind == "detokenize":
-            yield {"prompt": "".join(map(chr, generation.body["tokens"]))}
+            yield {"prompt": "".join(map(chr, generation.body.get("tokens", [])))}
             return
         words = _words(generation)
         usage = {"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)}

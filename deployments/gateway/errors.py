@@ -43,7 +43,7 @@ def problem(error: BaseException) -> Problem:
     """The one place where an exception becomes a status."""
     match error:
         case RequestError():
-            return Problem(error.status, _said(error), _type(error.status), error.param, error.code)
+            return Problem(error.status, _said(error), _type(error.status), error.param, error.code, error.headers)
         case RateLimitError():
             return _busy(error, "rate_limit_exceeded", error.retry_after_s)
         case CapacityError():

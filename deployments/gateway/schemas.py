@@ -31,11 +31,6 @@ from deployments.llm.failures import from_validation
 MAX_INPUTS = 2048
 """Inputs of one embeddings request, as OpenAI bounds it."""
 
-CHARACTERS_PER_TOKEN = 4
-USUAL_ANSWER_TOKENS = 256
-MOST_ANSWER_TOKENS = 4096
-"""Who asks for the most there is rarely gets it; a guess beyond this would only keep others waiting."""
-
 Body = TypeVar("Body", bound=BaseModel)
 Text = Annotated[StrictStr, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
@@ -61,17 +56,6 @@ class GenerationBody(BaseModel):
     """Whose request it is: one user stays on one side of a split alias."""
 
     @property
-    def about_tokens(self) -> int:
-        """Prompt and answer, guessed: what the engine's turn is reserved by, before anybody has counted."""
-        asked = (self.model_extra or {}).get("max_completion_tokens") or (self.model_extra or {}).get("max_tokens")
-        answer = asked if isinstance(asked, int) and asked > 0 else USUAL_ANSWER_TOKENS
-        return self.about_prompt_tokens + min(answer, MOST_ANSWER_TOKENS)
-
-    @property
-    def about_prompt_tokens(self) -> int:
-        raise NotImplementedError
-
-    @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -87,27 +71,11 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
 
-    @property
-    def about_prompt_tokens(self) -> int:
-        return sum(len(str(message.get("content", ""))) for message in self.messages) // CHARACTERS_PER_TOKEN + 1
-
 
 class CompletionBody(GenerationBody):
     """`/v1/completions`."""
 
     prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
-
-    @property
-    def about_prompt_tokens(self) -> int:
-        if isinstance(self.prompt, str):
-            return len(self.prompt) // CHARACTERS_PER_TOKEN + 1
-        if self.prompt and isinstance(self.prompt[0], int):
-            return len(self.prompt)
-        return sum(
-            len(one) // CHARACTERS_PER_TOKEN + 1 if isinstance(one, str) else len(one)
-            for one in self.prompt
-            if not isinstance(one, int)
-        )
 
 
 class TokensBody(BaseModel):

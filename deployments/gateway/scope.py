@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import RequestError
 from deployments.gateway.errors import problem
+from deployments.gateway.limits import Reservation
 from deployments.gateway.metrics import UNMATCHED, GatewayMetrics
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -32,6 +33,10 @@ class Trace:
     """A name that exists, once it is resolved."""
     version: str | None = None
     """The version that answers, once it is resolved."""
+    key: str | None = None
+    """Id of the API key that was let in; never its secret."""
+    reservation: Reservation | None = None
+    """What the request has taken of its key's limits."""
 
 
 def trace_of(request: Request) -> Trace:
@@ -76,6 +81,8 @@ class RequestScope:
                 status = message["status"]
                 if self._send_id:
                     MutableHeaders(scope=message)[REQUEST_ID_HEADER] = trace.request_id
+                if trace.reservation is not None:
+                    MutableHeaders(scope=message).update(trace.reservation.headers)
             await send(message)
 
         try:
@@ -85,6 +92,9 @@ class RequestScope:
                 raise  # the response has begun; the server closes the connection, which a client does notice
             await problem(error).response()(scope, receive, sending)
         finally:
+            if trace.reservation is not None:
+                # A client that hangs up is not given back what it has had worked for; one that was failed is.
+                (trace.reservation.keep if status == 499 else trace.reservation.refund)()
             route = getattr(scope.get("route"), "path", UNMATCHED)
             self._metrics.answered(
                 route=route,

@@ -29,13 +29,14 @@ from app.bench.trees import Mark
 from app.cli import bench, output
 from app.cli.bench import _numbers
 from cluster.errors import ConfigError, DependencyError
+from deployments.gateway.admission import Admission
 from deployments.gateway.app import Parts, create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served
-from deployments.gateway.snapshot import SnapshotFeed
 from deployments.gateway.usage import Usage
+from deployments.snapshot import SnapshotFeed
 
 FIRST_S, PAUSE_S = 0.15, 0.04
 
@@ -149,9 +150,9 @@ async def test_it_reads_the_gateways_streams(breaks_after: int | None) -> None:
     engine = EchoEngine(pause_s=0.01, breaks_after=breaks_after)
     feed = SnapshotFeed(PushedSnapshots(), poll_s=0.05)
     await feed.start(wait_s=0.5)
-    parts = Parts(Served("smol", None, None), feed, GatewayMetrics(Usage()), engine)
+    parts = Parts(Served("smol", None, None), feed, GatewayMetrics(Usage()), Admission.of(GatewayConfig()), engine)
     try:
-        async with listening(create_app(parts, GatewayConfig())) as url:
+        async with listening(create_app(parts, GatewayConfig(require_keys=False))) as url:
             found = await drive(url, "smol", [Ask("one two three", 4)] * 4, streams=2)
     finally:
         await feed.stop()

@@ -23,6 +23,7 @@ VERBS = (
     "evaluate",
     "models",
     "keys",
+    "signers",
     "bench",
     "serve",
     "index",
@@ -49,11 +50,14 @@ NESTED = (
     "models import",
     "bench registry",
     "bench memory",
-    "keys init",
+    "keys create",
     "keys list",
-    "keys trust",
-    "keys distrust",
-    "keys export",
+    "keys revoke",
+    "signers init",
+    "signers list",
+    "signers trust",
+    "signers distrust",
+    "signers export",
 )
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,117 +1,137 @@
-"""`flywheel keys`: installations tell each other whom to believe, and a mistake gives nothing away."""
+"""`flywheel keys`: what is shown of API keys, and what is refused before a cluster is started for it."""
 
+import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from actors.registry.apikeys import ApiKey, sha256_of
+from actors.registry.facts import ApiKeyCreated, ApiKeyRevoked
+from actors.registry.ledger import Ledger
+from actors.registry.reader import read_state
+from actors.registry.rules import CreateKey, RevokeKey
+from actors.registry.store import SqlEventStore
 from app.cli import keys, output
-from cluster.errors import ConfigError, FlywheelError
-from cluster.signing import Keyring, SignatureError, sign, signature_path, verify
+from app.pipelines import registry as pipeline
+from cluster import environment
+from cluster.database import sqlite_uri
+from cluster.errors import ConfigError, FlywheelError, RequestError, StateError
 from cluster.storage import Home
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home(tmp_path / "home")
+class Writer:
+    """The registry's ledger where the command finds its client, without Ray between."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def create_key(self, key: ApiKey) -> ApiKeyCreated:
+        answer = self._ledger.commit(CreateKey(key, "ada"), by="ada")
+        assert isinstance(answer, ApiKeyCreated)
+        return answer
+
+    def revoke_key(self, key_id: str, *, why: str) -> ApiKeyRevoked:
+        answer = self._ledger.commit(RevokeKey(key_id, "ada", why, f"c-{why}"), by="ada")
+        assert isinstance(answer, ApiKeyRevoked)
+        return answer
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> Home:
-    return Home(tmp_path / "theirs")
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    home = Home(tmp_path / "home")
+    home.root.mkdir()
+    monkeypatch.setenv(environment.HOME, str(home.root))
+    monkeypatch.delenv(environment.DATABASE_URI, raising=False)
 
+    @contextmanager
+    def writer(to: Home) -> Iterator[Writer]:
+        store = SqlEventStore(sqlite_uri(to.registry_database))
+        yield Writer(Ledger(store))
+        store.close()
 
-class Command:
-    """Runs `flywheel keys …` in one home and returns what it shows."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, scratch: Path) -> None:
-        self._patch = patch
-        self._scratch = scratch
-
-    def __call__(self, home: Home, *arguments: str) -> str:
-        self._patch.setenv("FLYWHEEL_HOME", str(home.root))
-        with self._patch.context() as patched, self._scratch.open("w+") as file:
-            patched.setattr(output.console, "file", file)
-            result = CliRunner().invoke(keys.cli, list(arguments))
-            if isinstance(result.exception, FlywheelError):
-                raise result.exception
-            assert result.exit_code == 0, result.output
-            file.seek(0)
-            return file.read()
-
-    def json(self, home: Home, *arguments: str) -> Any:
-        return json.loads(self(home, *arguments, "--json"))
+    monkeypatch.setattr(pipeline, "writer", writer)
+    return home
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    return Command(monkeypatch, tmp_path / "shown")
+def run(home: Home, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `flywheel keys …` and returns what it prints; an error comes out as itself."""
+
+    def call(*arguments: str) -> str:
+        printed = io.StringIO()
+        monkeypatch.setattr(output.console, "file", printed)
+        result = CliRunner().invoke(keys.cli, list(arguments))
+        if isinstance(result.exception, FlywheelError):
+            raise result.exception
+        assert result.exit_code == 0, result.output
+        return printed.getvalue()
+
+    return call
 
 
-def test_a_key_is_made_once_and_listed_as_ours(home: Home, run: Command) -> None:
-    assert "No key is trusted yet" in run(home, "list")
-    made = run.json(home, "init")
-    assert made == {"id": made["id"], "made": True, "private_path": str(home.keys / "signing.pem")}
-    assert run.json(home, "init") == {**made, "made": False}
-    assert run(home, "init").startswith(f"There is signing key {made['id']}")
-    listed = run.json(home, "list")
-    assert listed["signing"] == made["id"]
-    assert [(key["id"], key["curve"], key["signs"]) for key in listed["keys"]] == [(made["id"], "secp256r1", True)]
-    assert "signs here" in run(home, "list")
+def test_a_secret_is_shown_once_and_only_its_hash_is_kept(home: Home, run: Any) -> None:
+    made = json.loads(run("create", "ci", "--role", "infer", "--role", "index", "--model", "b:team-*", "--json"))
+    assert made["secret"].startswith("fw-")
+    assert (made["roles"], made["models"], made["rpm"]) == (["infer", "index"], ["b:team-*"], None)
+    assert read_state(home).live_keys[made["id"]].secret_sha256 == sha256_of(made["secret"])
+    assert made["secret"] not in run("list", "--json")
+    assert sha256_of(made["secret"]) not in run("list", "--json")
+    for file in (path for path in home.root.rglob("*") if path.is_file()):
+        assert made["secret"].encode() not in file.read_bytes()
 
 
-def test_what_one_installation_signs_another_loads_once_it_trusts_it(
-    home: Home, theirs: Home, tmp_path: Path, run: Command
+def test_people_see_the_secret_on_a_line_of_its_own(run: Any) -> None:
+    lines = run("create", "laptop").splitlines()
+    assert [line for line in lines if line.startswith("fw-") and len(line) == 59]
+    assert "infer on every model" in lines[0]
+
+
+def test_limits_and_an_end_are_kept_with_the_key(run: Any) -> None:
+    limits = ("--rpm", "60", "--tpm", "9000", "--budget-tokens", "5", "--per", "month", "--expires", "2d")
+    made = json.loads(run("create", "ci", *limits, "--json"))
+    assert (made["rpm"], made["tpm"], made["budget_tokens"], made["budget_period"]) == (60, 9000, 5, "month")
+    left = datetime.fromisoformat(made["expires_at"]) - datetime.now(UTC)
+    assert 1.99 < left.total_seconds() / 86400 <= 2
+    listed = run("list")
+    assert made["id"] in listed  # whole, to be copied
+    assert "5 tokens/month" in listed
+
+
+def test_a_revoked_key_leaves_the_list_unless_asked_for(run: Any) -> None:
+    made = json.loads(run("create", "ci", "--json"))
+    run("revoke", made["id"], "--reason", "leaked")
+    assert json.loads(run("list", "--json"))["keys"] == []
+    assert "flywheel keys create" in run("list")
+    (seen,) = json.loads(run("list", "--revoked", "--json"))["keys"]
+    assert (seen["standing"], seen["why"]) == ("revoked", "leaked")
+    with pytest.raises(StateError, match="revoked already"):
+        run("revoke", made["id"], "--reason", "again")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (("create", "ci", "--role", "root"), RequestError, "root"),
+        (("create", "ci", "--budget-tokens", "5"), RequestError, "per"),
+        (("create", "C I"), RequestError, "'C I'"),
+        (("create", "ci", "--per", "week"), ConfigError, "'week'"),
+        (("create", "ci", "--expires", "soon"), ConfigError, "'soon'"),
+        (("create", "ci", "--expires", "0d"), ConfigError, "'0d'"),
+        (("revoke", "key-9", "--reason", "x"), RequestError, "'key-9'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_cluster_is_started(
+    run: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], error: type[Exception], said: str
 ) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    key = sign(folder, theirs)
-    run(theirs, "export", "--out", str(tmp_path / "their.pem"))
-    assert run(theirs, "export") == (tmp_path / "their.pem").read_text()
-    assert run.json(theirs, "export") == {"id": key, "pem": (tmp_path / "their.pem").read_text(), "path": None}
+    def never(_: Home) -> None:
+        raise AssertionError("a cluster was started")
 
-    assert run.json(home, "trust", str(tmp_path / "their.pem")) == {"id": key, "new": True}
-    assert "was trusted already" in run(home, "trust", str(tmp_path / "their.pem"))
-    assert verify(folder, home, what="base tiny") == key
-    assert [entry["signs"] for entry in run.json(home, "list")["keys"]] == [False]
-    assert run.json(home, "distrust", key) == {"id": key, "refused": []}
-    with pytest.raises(SignatureError):
-        verify(folder, home, what="base tiny")
-
-
-def test_a_private_key_given_by_mistake_is_not_copied(home: Home, theirs: Home, run: Command) -> None:
-    Keyring(theirs).ensure()
-    with pytest.raises(ConfigError, match=r"private key\. It has not been copied"):
-        run(home, "trust", str(Keyring(theirs).private_path))
-    assert run.json(home, "list")["keys"] == []
-
-
-def test_the_private_half_is_never_exported_nor_overwritten(home: Home, run: Command) -> None:
-    run(home, "init")
-    private = (home.keys / "signing.pem").read_text()
-    assert "PRIVATE" not in run(home, "export")
-    with pytest.raises(ConfigError, match="exists"):
-        run(home, "export", "--out", str(home.keys / "signing.pem"))
-    assert (home.keys / "signing.pem").read_text() == private
-
-
-def test_our_own_key_goes_only_by_force_and_what_that_breaks_is_told(home: Home, run: Command) -> None:
-    folder = home.versions / "triage" / "0123456789ab"
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text("{}")
-    key = sign(folder, home)
-    with pytest.raises(ConfigError, match=f"{key} is the key .* 1 versions and 0 base models") as caught:
-        run(home, "distrust", key)
-    assert "--force" in str(caught.value.hint)
-    assert run.json(home, "distrust", key, "--force") == {"id": key, "refused": [str(signature_path(folder))]}
-    assert run.json(home, "init")["id"] != key
-
-
-def test_a_key_that_is_not_there_is_told_with_those_that_are(home: Home, run: Command) -> None:
-    key = run.json(home, "init")["id"]
-    with pytest.raises(ConfigError) as caught:
-        run(home, "distrust", "0123456789abcdef")
-    assert key in str(caught.value.hint)
+    monkeypatch.setattr(pipeline, "writer", never)
+    with pytest.raises(error, match=said):
+        run(*arguments)

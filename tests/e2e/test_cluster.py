@@ -92,7 +92,8 @@ def test_a_job_trains_and_a_deployment_serves(cluster: Cluster, tmp_path: Path) 
 
     port = f"serve.gateway.port={GATEWAY_PORT}"
     path = tmp_path / "serve.yaml"
-    path.write_text(cluster.run("flywheel", "serve", "error-triage", "--print-config", "--set", port))
+    words = [word for setting in (port, "serve.gateway.require_keys=false") for word in ("--set", setting)]
+    path.write_text(cluster.run("flywheel", "serve", "error-triage", "--print-config", *words))
     Cluster(cluster.home, {**cluster.env, "RAY_DASHBOARD_ADDRESS": dashboard}).run("serve", "deploy", str(path))
     url = f"http://127.0.0.1:{GATEWAY_PORT}"
     _wait_until_healthy(url)

@@ -123,7 +123,7 @@ def test_a_version_moves_to_another_installation_that_trusts_its_key(
     assert exported["signed_by"] in json.loads(stranger.stdout)["error"]["message"]
     assert not list(there.versions.glob("*/[!.]*"))
     key = next((home.root / "keys" / "trusted").glob(f"{exported['signed_by']}.pem"))
-    assert flywheel("keys", "trust", str(key)).returncode == 0
+    assert flywheel("signers", "trust", str(key)).returncode == 0
 
     came = flywheel("models", "import", str(file))
     assert came.returncode == 0, came.stderr

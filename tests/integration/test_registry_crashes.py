@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from actors.registry import gc
+from actors.registry.apikeys import ApiKey
 from actors.registry.facts import (
     Artifact,
     CheckpointFact,
@@ -29,7 +30,7 @@ from actors.registry.facts import (
     VersionFact,
 )
 from actors.registry.ledger import Ledger
-from actors.registry.rules import Adopt, BeginGate, Pin, Promote, Register, Retire, Rollback
+from actors.registry.rules import Adopt, BeginGate, CreateKey, Pin, Promote, Register, Retire, RevokeKey, Rollback
 from actors.registry.state import State, replay
 from actors.registry.store import SqlEventStore, read_log
 from actors.registry.upload import admit
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.integration
 
 NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)
 NAME: Final = "triage"
+KEY: Final = ApiKey("key-0123456789ab", "laptop", "a" * 64, models=("smol:*",))
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ FOUNDATION: Final[tuple[Operation, ...]] = (
     commit(promote(1, "p1")),
     commit(promote(2, "p2")),
     commit(BeginGate(f"{NAME}/3", "ada", "g1")),
+    commit(CreateKey(KEY, "ada")),
 )
 """What has happened before every operation."""
 
@@ -165,6 +168,8 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "end-gate": commit(GateEnded(gate_id=f"{NAME}/3#gate-1", outcome="passed")),
     "pin": commit(Pin(f"{NAME}/1", True, "ada", "why")),
     "retire": commit(Retire(f"{NAME}/1", "ada", "why", "t1")),
+    "create-key": commit(CreateKey(ApiKey("key-0123456789ac", "ci", "b" * 64, rpm=3), "ada")),
+    "revoke-key": commit(RevokeKey(KEY.id, "ada", "leaked", "k1")),
 }
 """What is killed: one more row is one more operation. It is a function of a module or a picklable object."""
 

@@ -123,7 +123,7 @@ def test_a_strangers_bundle_is_refused_with_the_way_to_trust_it(exported: Path, 
     key = Keyring(here).signing_id()
     assert refused.value.reason == "unknown_key"
     assert str(key) in refused.value.message
-    assert f"flywheel keys trust keys/{key}.pem" in (refused.value.hint or "")
+    assert f"flywheel signers trust keys/{key}.pem" in (refused.value.hint or "")
     assert visible(there) == []
 
 

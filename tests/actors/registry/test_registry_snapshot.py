@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from actors.registry.actor import SnapshotLog
+from actors.registry.apikeys import ApiKey
 from actors.registry.snapshot import Model, Route, Snapshot, resolve
 from cluster.errors import RequestError
 
@@ -89,6 +90,28 @@ def test_who_applies_every_change_knows_what_who_asks_for_all_of_it_knows() -> N
     assert [*change.models] == ["search"]
     assert first.updated(change) == second
     assert Snapshot().updated(second.whole()) == second
+
+
+def test_keys_travel_when_they_have_changed_and_only_then() -> None:
+    key = ApiKey("key-0123456789ab", "ci", "a" * 64)
+    bare = Snapshot(number=1)
+    keyed = Snapshot(number=2, keys={key.id: key})
+    moved = Snapshot(number=3, models=SNAPSHOT.models, keys=dict(keyed.keys))
+    revoked = Snapshot(number=4, models=moved.models)
+    assert keyed.since(bare).keys == {key.id: key}
+    assert moved.since(keyed).keys is None
+    assert keyed.updated(moved.since(keyed)) == moved
+    assert revoked.since(moved).keys == {}
+    assert moved.updated(revoked.since(moved)) == revoked
+    assert Snapshot().updated(moved.whole()) == moved
+
+    log = SnapshotLog(bare)
+    for each in (keyed, moved, revoked):
+        log.add(each)
+    for start in (bare, keyed, moved):
+        assert start.updated(log.since((start.epoch, start.number))) == revoked
+    log.add(Snapshot(number=5, models=revoked.models))
+    assert log.since((0, 4)).keys is None
 
 
 def test_a_snapshot_log_catches_up_who_missed_some_and_sends_all_to_who_missed_too_many() -> None:

@@ -49,7 +49,12 @@ async def stand() -> AsyncIterator[Stand]:
     await feed.start(wait_s=0.5)
     usage = Usage()
     config = GatewayConfig(
-        max_request_bytes=4096, request_timeout_s=0.4, max_running=4, max_waiting=4, max_waiting_per_caller=2
+        require_keys=False,
+        max_request_bytes=4096,
+        request_timeout_s=0.4,
+        max_running=4,
+        max_waiting=4,
+        max_waiting_per_caller=2,
     )
     admission = Admission.of(config)
     parts = Parts(Served("smol", "minilm", 128), feed, GatewayMetrics(usage), admission, engine, HashEmbedder())
