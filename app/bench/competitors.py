@@ -28,7 +28,9 @@ def flywheel(config: LLMConfig, port: int) -> None:
     from app.pipelines import serve
     from cluster.session import connect
 
-    whole = ServeConfig.model_validate({"gateway": {"host": HOST, "port": port}, "llm": config.model_dump()})
+    whole = ServeConfig.model_validate(
+        {"gateway": {"host": HOST, "port": port, "require_keys": False}, "llm": config.model_dump()}
+    )
     with connect(), serve.running(whole, Home.current(), silent):
         signal.pause()
 
