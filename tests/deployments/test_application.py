@@ -68,6 +68,15 @@ def test_the_same_settings_make_an_engine_for_cpu_and_for_gpu() -> None:
 
 
 @pytest.mark.integration
+def test_vllm_has_the_replicas_limit_of_adapters_and_ray_has_none() -> None:
+    from deployments.llm.build import ray_config
+
+    made = ray_config(LLMConfig(model="smol", max_loras=3, max_adapters=5), gpu=False)
+    assert (made.engine_kwargs["max_loras"], made.engine_kwargs["max_cpu_loras"]) == (3, 5)
+    assert made.multiplex_config() is None
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
