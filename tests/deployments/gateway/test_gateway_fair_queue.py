@@ -100,6 +100,21 @@ def test_two_keys_that_always_ask_get_tokens_by_their_weights(
         assert abs(served["a"] / weight["a"] - served["b"] / weight["b"]) <= bound
 
 
+def test_the_expected_wait_counts_the_own_line_and_the_fair_part_of_the_others_by_the_rate_of_full_seconds() -> None:
+    queue, now_s = FairQueue(Limits(1, 100, 100, math.inf)), 0.0
+    for _ in range(3):  # ten tokens a second, with hours of nothing between
+        place, _ = queue.arrive("x", 100, now_s)
+        assert isinstance(place, Place)
+        queue.leave(place, now_s + 10.0)
+        now_s += 3600.0
+    assert queue.expected_wait_s("a") == 0.0
+    for key in ("x", "a", "b", "b", "b"):  # the first of them runs
+        queue.arrive(key, 20, now_s)
+    assert queue.expected_wait_s("x") == pytest.approx(6.0, rel=0.01)  # what runs, and one of a and of b before it
+    assert queue.expected_wait_s("a") == pytest.approx(6.0, rel=0.01)  # what runs, its own, and one of b's three
+    assert queue.expected_wait_s("b") == pytest.approx(10.0, rel=0.01)
+
+
 def test_requests_of_one_key_keep_their_order() -> None:
     queue = FairQueue(Limits(1, 10, 10, math.inf))
     places = [queue.arrive("a", tokens, 0.0)[0] for tokens in (5, 500, 1, 50)]
