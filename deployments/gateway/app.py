@@ -21,16 +21,18 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import FlywheelError, RequestError
+from deployments.embedding.port import Inputs
 from deployments.gateway import metrics as gateway_metrics
 from deployments.gateway import models, schemas
 from deployments.gateway.access import Access
 from deployments.gateway.admission import Admission, Turn
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.errors import out_of_time, problem
-from deployments.gateway.limits import Limiter, Reservation, estimate
+from deployments.gateway.keys import Caller
+from deployments.gateway.limits import Limiter, Reservation
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served, Target
-from deployments.gateway.ports import Collections, Embedder, Engine
+from deployments.gateway.ports import Collections, Embedder, Engine, Vectors
 from deployments.gateway.scope import VERSION_HEADER, RequestScope, read_body, trace_of
 from deployments.gateway.stream import StreamAssembler, stamped
 from deployments.llm.failures import engine_lost
@@ -151,7 +153,7 @@ async def _generation(
         body=body.for_engine(raw),
         request_id=uuid.uuid4().hex,
         adapter=target.adapter,
-        tokens=estimate(raw),
+        tokens=reservation.tokens,
     )
     async with AsyncExitStack() as held:
         deadline = asyncio.get_running_loop().time() + config.request_timeout_s
@@ -284,22 +286,30 @@ async def _close(answers: AsyncIterator[Answer]) -> None:
 
 
 def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: Access) -> None:
-    @app.post("/v1/embeddings")
-    async def embeddings(request: Request) -> Response:
-        caller = access.admit(request, "infer")
-        body, raw = schemas.parse(schemas.EmbeddingsBody, await read_body(request, config.max_request_bytes))
-        caller.require_model(body.model)
-        model = models.embedder(parts.served, body.model)
+    async def embedded(
+        request: Request, caller: Caller, name: str, raw: dict[str, Any], texts: Inputs, dimensions: int | None = None
+    ) -> tuple[str, Vectors]:
+        """The model that `name` is, and its vectors of `texts`; counted and charged."""
+        model = models.embedder(parts.served, name)
         if parts.embedder is None:
             raise RequestError("This application serves no embedding model.", status=404, code="model_not_found")
         trace_of(request).model = trace_of(request).version = model
         reservation = access.reserve(request, caller, raw)
         async with asyncio.timeout(config.request_timeout_s):
-            if body.dimensions is not None:
-                await _require_dimensions(parts.embedder, body.dimensions)
-            made = await parts.embedder.embed(body.input)
-        parts.metrics.tokens(model=model, version=model, prompt=sum(made.tokens), completion=0)
-        reservation.settle(sum(made.tokens))
+            if dimensions is not None:
+                await _require_dimensions(parts.embedder, dimensions)
+            made = await parts.embedder.embed(texts)
+        count = sum(made.tokens)
+        parts.metrics.tokens(model=model, version=model, prompt=count, completion=0)
+        reservation.settle(count)
+        return model, made
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        caller = access.admit(request, "infer")
+        body, raw = schemas.parse(schemas.EmbeddingsBody, await read_body(request, config.max_request_bytes))
+        caller.require_model(body.model)
+        model, made = await embedded(request, caller, body.model, raw, body.input, body.dimensions)
         return JSONResponse(
             schemas.embeddings_response(model, made.vectors, made.tokens, body.encoding_format),
             headers={VERSION_HEADER: model},
@@ -310,20 +320,11 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: A
         caller = access.admit(request, "infer")
         body, raw = schemas.parse(schemas.ScoreBody, await read_body(request, config.max_request_bytes))
         caller.require_model(body.model)
-        model = models.embedder(parts.served, body.model)
-        if parts.embedder is None:
-            raise RequestError("This application serves no embedding model.", status=404, code="model_not_found")
-        trace = trace_of(request)
-        trace.model = trace.version = model
-        reservation = access.reserve(request, caller, raw)
-        async with asyncio.timeout(config.request_timeout_s):
-            made = await parts.embedder.embed([*body.queries, *body.documents])
-        count = sum(made.tokens)
-        parts.metrics.tokens(model=model, version=model, prompt=count, completion=0)
-        reservation.settle(count)
+        model, made = await embedded(request, caller, body.model, raw, [*body.queries, *body.documents])
         scores = similarity(made.vectors[: len(body.queries)], made.vectors[len(body.queries) :])
+        request_id = f"score-{trace_of(request).request_id}"
         content = schemas.score_response(
-            model, scores, count, request_id=f"score-{trace.request_id}", created=int(time.time())
+            model, scores, sum(made.tokens), request_id=request_id, created=int(time.time())
         )
         return JSONResponse(content, headers={VERSION_HEADER: model})
 

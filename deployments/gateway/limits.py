@@ -184,7 +184,8 @@ class Reservation:
     _limiter: "Limiter"
     _allowance: _Allowance
     _hold: _Hold | None
-    _tokens: int
+    tokens: int
+    """The estimate that was taken."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """`x-ratelimit-…` as OpenAI names them, of this replica's share, as it stood when the request came in."""
     _ended: bool = False
@@ -193,11 +194,11 @@ class Reservation:
         """It has cost `used` tokens."""
         if not self._ended:
             self._ended = True
-            self._limiter.end(self._allowance, self._hold, self._tokens, used)
+            self._limiter.end(self._allowance, self._hold, self.tokens, used)
 
     def keep(self) -> None:
         """Nobody will know what it has cost: it stays at the estimate."""
-        self.settle(self._tokens)
+        self.settle(self.tokens)
 
     def refund(self) -> None:
         """It has cost no tokens."""
