@@ -50,7 +50,7 @@ class Recipe(TrainConfig):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        engine = self.serve.llm if self.serve else None
+        engine = self.serve.engine_of(self.model.base) if self.serve else None
         if engine and self.adapter.kind == "lora" and self.adapter.r > engine.max_lora_rank:
             raise ValueError(
                 f"adapter.r {self.adapter.r} is more than serve.llm.max_lora_rank {engine.max_lora_rank}: "

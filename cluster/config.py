@@ -6,6 +6,7 @@ This module knows pydantic and YAML. It does not know Ray, torch or vLLM, so tha
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -60,7 +61,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def override(settings: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """`settings` with each `a.b=value` of `assignments` put in; values are read as YAML."""
+    """`settings` with each `a.b=value` of `assignments` put in; values are YAML, `a.0.b` is in a list's first."""
     merged: dict[str, Any] = _copy(settings)
     for assignment in assignments:
         dotted, sign, raw = assignment.partition("=")
@@ -70,21 +71,31 @@ def override(settings: Mapping[str, Any], assignments: Sequence[str]) -> dict[st
                 f"--set {assignment!r} is not of the form a.b=value.",
                 hint="For example: --set optimizer.learning_rate=1e-4",
             )
-        target = merged
-        for key in keys[:-1]:
-            inner = target.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(
-                    f"--set {assignment!r}: {key!r} is a value, not a section.", hint="Shorten the dotted name."
-                )
-            target = inner
         try:
-            target[keys[-1]] = yaml.safe_load(raw)
+            value = yaml.safe_load(raw)
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"--set {assignment!r} has a value that is not YAML: {error}", hint="Quote the value."
             ) from None
+        target: Any = merged
+        for key, inner_key in pairwise(keys):
+            inner = target[int(key)] if isinstance(target, list) else target.setdefault(key, {})
+            _require_section(inner, key, inner_key, assignment)
+            target = inner
+        target[int(keys[-1]) if isinstance(target, list) else keys[-1]] = value
     return merged
+
+
+def _require_section(found: Any, name: str, key: str, assignment: str) -> None:
+    """`ConfigError` unless `found`, which `name` is, has room for `key`: a mapping, or a list that is as long."""
+    if isinstance(found, list) and not (key.isdecimal() and int(key) < len(found)):
+        numbers = f"0 to {len(found) - 1}" if found else "none"
+        raise ConfigError(
+            f"--set {assignment!r}: {name!r} is a list, and {key!r} is no number in it.",
+            hint=f"It has the numbers {numbers}, as in {name}.0; or give the whole list.",
+        )
+    if not isinstance(found, dict | list):
+        raise ConfigError(f"--set {assignment!r}: {name!r} is a value, not a section.", hint="Shorten the dotted name.")
 
 
 def parse(config_class: type[AnyConfig], settings: Mapping[str, Any], *, source: str) -> AnyConfig:
@@ -103,7 +114,13 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 
 
 def _copy(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
+    return {key: _copied(value) for key, value in settings.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _copy(value)
+    return [_copied(one) for one in value] if isinstance(value, list) else value
 
 
 def _explain(config_class: type[BaseModel], fault: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The Serve application: gateway → language model, embedder, collections. It only composes.
+"""The Serve application: gateway → language models, embedder, collections. It only composes.
 
 `build` is what `serve deploy` imports (`deployments.application:build`) and what `run` starts; `deploy_config`
 is the YAML for the former. Which model, which port, how many replicas: `ServeConfig` says.
@@ -32,10 +32,10 @@ _EXCEPTION = re.compile(r"^(?:cluster\.errors\.\w+: (?=.)|(?=[\w.]+(?:Error|Exce
 
 def build(config: ServeConfig) -> Application:
     """The whole application. Needs a connection to Ray, to see whether the cluster has GPUs; starts nothing."""
-    if config.llm is None and config.embedding is None:
+    if not config.llm and config.embedding is None:
         raise ConfigError("serve names neither an llm nor an embedding model.", hint="Give serve.llm.model.")
     gpu = ray.cluster_resources().get("GPU", 0) > 0
-    llm = build_llm(config.llm, gpu=gpu) if config.llm else None
+    engines = {name: build_llm(base, name=name, gpu=gpu) for name, base in config.engines.items()}
     embedding = build_embedding(config.embedding) if config.embedding else None
     search = build_search(config.search, embedding) if embedding else None
     gateway = serve.deployment(serve.ingress()(Gateway)).options(
@@ -44,7 +44,7 @@ def build(config: ServeConfig) -> Application:
         graceful_shutdown_timeout_s=SHUTDOWN_WAIT_S,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment.for_workers()}},
     )
-    return gateway.bind(config, llm, embedding, search)
+    return gateway.bind(config, engines, embedding, search)
 
 
 def run(config: ServeConfig) -> str:

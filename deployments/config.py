@@ -1,17 +1,70 @@
 """Settings of the whole Serve application: it only composes its parts'."""
 
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, SerializerFunctionWrapHandler, field_serializer, model_validator
+
 from cluster.config import Config
+from cluster.models import served_name
 from deployments.embedding.config import EmbeddingConfig
 from deployments.gateway.config import GatewayConfig
+from deployments.llm import registered
 from deployments.llm.config import LLMConfig
 from deployments.search.config import SearchConfig
 
 
+def _several(written: Any) -> Any:
+    """One base is written without a list; its faults are then named as it was written."""
+    if written is None:
+        return ()
+    return (LLMConfig.model_validate(written),) if isinstance(written, Mapping | LLMConfig) else written
+
+
 class ServeConfig(Config):
-    """gateway → LLM engine with adapters; gateway → embedder; gateway → collections."""
+    """gateway → LLM engines with adapters; gateway → embedder; gateway → collections."""
 
     name: str = "flywheel"
     gateway: GatewayConfig = GatewayConfig()
-    llm: LLMConfig | None = None
+    llm: Annotated[tuple[LLMConfig, ...], BeforeValidator(_several)] = ()
+    """The base models, each an engine of its own: one mapping, or a list of them."""
     embedding: EmbeddingConfig | None = None
     search: SearchConfig = SearchConfig()
+
+    @property
+    def engines(self) -> dict[str, LLMConfig]:
+        """Each base by the name of its Serve deployment: `llm` is the first, `llm-NAME` every other.
+
+        So a base that is added below another changes nothing of what runs.
+        """
+        return {f"llm-{base.served_as}" if place else "llm": base for place, base in enumerate(self.llm)}
+
+    def engine_of(self, model: str) -> LLMConfig | None:
+        """The base that serves `model` (a name, an id or a path), or else the first.
+
+        A recipe may train on one model and serve what came of it, under another name.
+        """
+        named = (base for base in self.llm if base.served_as == served_name(model))
+        return next(named, next(iter(self.llm), None))
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        # Of `tickets/3` only the registry knows whether it is a version or an id; `flywheel serve` checks again.
+        known = [base for base in self.llm if not ("/" in base.model and registered.may_be(base))]
+        named = [(base.served_as, f"llm.model {base.model!r}") for base in known]
+        if self.embedding:
+            named.append((served_name(self.embedding.model), f"embedding.model {self.embedding.model!r}"))
+        taken: dict[str, str] = {}
+        for name, what in named:
+            if name in taken:
+                raise ValueError(
+                    f"{taken[name]} and {what} would both be served as {name!r}; leave one out, or give its folder "
+                    "another name"
+                )
+            taken[name] = what
+        return self
+
+    @field_serializer("llm", mode="wrap")
+    def _as_written(self, bases: tuple[LLMConfig, ...], dump: SerializerFunctionWrapHandler) -> Any:
+        dumped = dump(bases)
+        return dumped[0] if len(dumped) == 1 else dumped

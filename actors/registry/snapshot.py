@@ -5,6 +5,7 @@ of a request. This module is pure: it knows neither Ray nor SQL, and it does not
 """
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -137,8 +138,8 @@ def heaviest(split: Split) -> int:
 def resolve(snapshot: Snapshot, reference: str, default_alias: str = DEFAULT_ALIAS, *, key: str | None = None) -> Route:
     """The version that `reference` means now: `name` (its `default_alias`), `name@alias` or `name/3`.
 
-    Of an alias whose traffic is split, `key` (a user, or a request's id) decides: the same key gets the same version
-    for as long as the shares stay. Without a key it is the version with the largest share.
+    Of an alias whose traffic is split, `key` (a session, a user, or a request's id) decides: the same key gets the same
+    version for as long as the shares stay. Without a key it is the version with the largest share.
     Raises `RequestError` (404, `model_not_found`) with what would have been found.
     """
     match = _REFERENCE.fullmatch(reference)
@@ -174,13 +175,15 @@ def _pick(split: Split, salt: str, key: str | None) -> int:
         return next(iter(split))
     if key is None:
         return heaviest(split)
-    # Salted with the alias: whoever is a canary's user here must not be every canary's user.
-    point = int.from_bytes(blake2b(f"{salt}\0{key}".encode(), digest_size=8).digest(), "big") / 2**64
-    for number in sorted(split):
-        point -= split[number]
-        if point < 0:
-            return number
-    return max(split)
+    # Weighted rendezvous hashing (Schindelhauer and Schomaker, 2005): each version draws for the key by itself, an
+    # exponential time at the rate of its share, and the first wins. So a share that grows draws keys to its version,
+    # and moves none between the others; intervals side by side would shift all that lie behind it.
+    return min(sorted(split), key=lambda number: -math.log(_draw(f"{salt}\0{number}\0{key}")) / split[number])
+
+
+def _draw(words: str) -> float:
+    """A number in (0, 1) that these words always have."""
+    return (int.from_bytes(blake2b(words.encode(), digest_size=6).digest(), "big") + 0.5) / 2**48
 
 
 def _not_found(reference: str, hint: str) -> RequestError:

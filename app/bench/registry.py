@@ -35,7 +35,7 @@ from cluster import environment
 from cluster.database import sqlite_uri
 from cluster.progress import Progress, Sink
 from cluster.storage import Home
-from deployments.gateway.models import Served, cards
+from deployments.gateway.models import Base, Served, cards
 
 _BASE = "smollm2-135m-instruct"
 _PROCESSES = 4
@@ -147,7 +147,7 @@ def _reading(registry: RegistryClient, size: Size) -> list[Result]:
     references = [f"model-{number % size.names:03d}" for number in range(2000)]
     references = [name if place % 2 else f"{name}/1" for place, name in enumerate(references)]
     times, listings = [], []
-    served = Served(llm=_BASE)
+    served = Served(bases=(Base(_BASE),))
     for _ in range(size.runs):
         each = []
         for reference in references:

@@ -68,13 +68,14 @@ def _draw(console: Console, found: "Status") -> None:
 
 
 def _failed_adapters(found: "Status") -> list[tuple[str, str, str]]:
-    """Of the replica that answered, and only while its last try has failed."""
+    """Of the replica of each base that answered, and only while its last try has failed."""
     health = found.gateway["health"] if found.gateway else None
-    llm = health.get("llm") if isinstance(health, dict) else None
-    if not isinstance(llm, dict):
-        return []
-    failed = llm.get("adapters_failed", {}).items()
-    lost = llm.get("keep_problems", {}).items()
-    return [(version, fault["at"], fault["why"]) for version, fault in failed] + [
-        (name, "-", why) for name, why in lost
-    ]
+    states = health.values() if isinstance(health, dict) else ()
+    rows = []
+    for state in states:
+        if isinstance(state, dict):
+            rows += [
+                (version, fault["at"], fault["why"]) for version, fault in state.get("adapters_failed", {}).items()
+            ]
+            rows += [(name, "-", why) for name, why in state.get("keep_problems", {}).items()]
+    return rows

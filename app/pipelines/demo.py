@@ -6,7 +6,6 @@ models → data → train → evaluate → register → serve → index → sear
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 
 from actors.data.build import build
@@ -59,7 +58,7 @@ class Summary:
 def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary], None] | None = None) -> Summary:
     """Turn the wheel once. `kept`, if given, is called while the application is up; it returns to end it."""
     serving, indexing = recipe.serve, recipe.index
-    if serving is None or serving.llm is None or serving.embedding is None or indexing is None:
+    if serving is None or not serving.llm or serving.embedding is None or indexing is None:
         raise ConfigError(
             f"The demo needs serve.llm, serve.embedding and index; {recipe.name!r} lacks one of them.",
             hint="Start from app/recipes/error-triage.yaml.",
@@ -72,10 +71,11 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
             hint="`flywheel train` evaluates and registers one; `flywheel serve` with serve.llm.model=NAME@ALIAS "
             "serves it.",
         )
-    if Path(serving.llm.model).name.lower() != Path(recipe.model.base).name.lower():
+    engine = serving.engine_of(recipe.model.base)
+    if engine is None or engine.served_as != served_name(recipe.model.base):
         raise ConfigError(
-            f"The demo serves what it trains on; serve.llm.model is {serving.llm.model!r}, model.base "
-            f"{recipe.model.base!r}.",
+            f"The demo serves what it trains on; serve.llm serves {', '.join(one.served_as for one in serving.llm)}, "
+            f"model.base is {recipe.model.base!r}.",
             hint="Name the same model in both.",
         )
     # Said now, not after five minutes of training.
@@ -98,7 +98,7 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
         with display.stage("register"):
             registration = stages.register(standing, base, data, result, report)
 
-        base_name = served_name(serving.llm.model)
+        base_name = engine.served_as
         adapter_name = f"{base_name}:{_reference(registration)}"
         with ExitStack() as up:
             with display.stage("serve"):

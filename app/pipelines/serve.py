@@ -8,6 +8,7 @@ from ray import serve
 from actors.registry.client import RegistryClient
 from actors.registry.reader import read_state
 from actors.registry.state import snapshot
+from cluster.config import parse
 from cluster.progress import Progress, Sink
 from cluster.session import require_free_port
 from cluster.storage import Home
@@ -17,11 +18,13 @@ from deployments.llm import registered
 
 
 def resolved(config: ServeConfig, home: Home) -> ServeConfig:
-    """`config` with the files of the registered whole model that `llm.model` names, if it names one."""
-    if config.llm is None or not registered.may_be(config.llm):
+    """`config` with the files of each registered whole model that an `llm.model` names."""
+    if not any(map(registered.may_be, config.llm)):
         return config
     known = snapshot(read_state(home), root=home.versions)
-    return config.model_copy(update={"llm": registered.resolved(config.llm, known)})
+    bases = [registered.resolved(base, known) if registered.may_be(base) else base for base in config.llm]
+    # Parsed again: only now it is known which names they are served by, and that these differ.
+    return parse(ServeConfig, {**dict(config), "llm": tuple(bases)}, source="The serve section")
 
 
 def deploy(config: ServeConfig, home: Home, sink: Sink) -> str:

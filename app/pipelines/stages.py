@@ -262,7 +262,8 @@ def require_kind(ground: Ground) -> None:
 
 def serving_dtype(recipe: Recipe) -> Dtype:
     """What the engine that will serve computes in: a verdict on another one would be about another one."""
-    return recipe.serve.llm.dtype if recipe.serve and recipe.serve.llm else "bfloat16"
+    engine = recipe.serve.engine_of(recipe.model.base) if recipe.serve else None
+    return engine.dtype if engine else "bfloat16"
 
 
 def register(

@@ -8,7 +8,7 @@ tests run it on the fakes of `echo.py`, the deployment on Serve handles. A gener
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,9 +31,10 @@ from deployments.gateway.errors import out_of_time, problem
 from deployments.gateway.keys import Caller
 from deployments.gateway.limits import Limiter, Reservation
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Served, Target
+from deployments.gateway.models import Base, Served, Target
 from deployments.gateway.ports import Collections, Embedder, Engine, Vectors
 from deployments.gateway.scope import VERSION_HEADER, RequestScope, read_body, trace_of
+from deployments.gateway.session import session_of
 from deployments.gateway.stream import StreamAssembler, stamped
 from deployments.llm.failures import engine_lost
 from deployments.llm.protocol import Answer, Generation, Kind
@@ -46,14 +47,22 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True)
+class Backend:
+    """One base's engine and the queue before it: a slow engine takes no places but its own."""
+
+    engine: Engine
+    admission: Admission
+
+
+@dataclass(frozen=True)
 class Parts:
     """Everything that the routes stand on. A part that is not served is None."""
 
     served: Served
     feed: SnapshotFeed
     metrics: GatewayMetrics
-    admission: Admission
-    engine: Engine | None = None
+    backends: Mapping[str, Backend] = field(default_factory=dict)
+    """One for each of `served.bases`, by name."""
     embedder: Embedder | None = None
     collections: Collections | None = None
     limiter: Limiter = field(default_factory=Limiter)
@@ -113,14 +122,13 @@ async def _tokens(request: Request, parts: Parts, config: GatewayConfig, access:
     caller = access.admit(request, "infer")
     body, raw = schemas.parse(schemas.TokensBody, await read_body(request, config.max_request_bytes))
     trace = trace_of(request)
-    name = body.model or parts.served.llm
-    if name is None or parts.engine is None:
-        raise RequestError("This application serves no language model.", status=404, code="model_not_found")
+    name = body.model or models.only_base(parts.served)
     caller.require_model(name)
-    target = models.generator(parts.served, parts.feed.current, name, key=trace.request_id)
+    target = models.generator(parts.served, parts.feed.current, name, key=session_of(request, body, caller))
     trace.model, trace.version = target.model, target.version
     reservation = access.reserve(request, caller, raw)
-    answers = parts.engine.generate(Generation(kind, raw, request_id=uuid.uuid4().hex, adapter=target.adapter))
+    asked = Generation(kind, raw, request_id=uuid.uuid4().hex, adapter=target.adapter)
+    answers = parts.backends[target.base].engine.generate(asked)
     async with asyncio.timeout(config.request_timeout_s):
         answer = await anext(answers, None)
     await _close(answers)
@@ -143,9 +151,8 @@ async def _generation(
     caller.require_model(body.model)
     # Resolved once: whatever an alias does from here on, this request ends on the version it began with.
     trace = trace_of(request)
-    target = models.generator(parts.served, parts.feed.current, body.model, key=body.user or trace.request_id)
-    if parts.engine is None:
-        raise RequestError("This application serves no language model.", status=404, code="model_not_found")
+    target = models.generator(parts.served, parts.feed.current, body.model, key=session_of(request, body, caller))
+    backend = parts.backends[target.base]
     trace.model, trace.version = target.model, target.version
     reservation = access.reserve(request, caller, raw)
     generation = Generation(
@@ -158,8 +165,10 @@ async def _generation(
     async with AsyncExitStack() as held:
         deadline = asyncio.get_running_loop().time() + config.request_timeout_s
         async with asyncio.timeout_at(deadline):
-            turn = await held.enter_async_context(parts.admission.turn(caller.id or body.user or "", generation.tokens))
-        answers = parts.engine.generate(generation)
+            turn = await held.enter_async_context(
+                backend.admission.turn(caller.id or body.user or "", generation.tokens)
+            )
+        answers = backend.engine.generate(generation)
         held.push_async_callback(_close, answers)
         response = await _answered(answers, generation, target, parts, body, deadline, Account(turn, reservation))
         if isinstance(response, HeldStream):
@@ -210,7 +219,7 @@ async def _answered(
         version=target.version,
         forward_usage=body.wants_usage,
         kind=generation.kind,
-        spoken_as=target.adapter.engine_name if target.adapter else parts.served.llm,
+        spoken_as=target.adapter.engine_name if target.adapter else target.base,
     )
     events = assembler.feed(first)
     if assembler.fault:
@@ -378,8 +387,9 @@ def _add_collections(app: FastAPI, parts: Parts, config: GatewayConfig, access: 
 def _add_operations(app: FastAPI, parts: Parts, access: Access) -> None:
     @app.get("/healthz")
     async def health() -> Response:
-        parts_there = {"llm": parts.engine, "embedding": parts.embedder}
-        checks = {name: _state(part) for name, part in parts_there.items() if part is not None}
+        checks = {base.part: _base_state(parts, base) for base in parts.served.bases}
+        if parts.embedder is not None:
+            checks["embedding"] = _state(parts.embedder)
         found = dict(zip(checks, await asyncio.gather(*checks.values()), strict=True))
         # The registry may be away: the last snapshot serves on, so that alone makes nothing unwell.
         well = not any("error" in state for state in found.values())
@@ -391,6 +401,11 @@ def _add_operations(app: FastAPI, parts: Parts, access: Access) -> None:
         # `admin`: it names every model and all traffic, also of those that a key which may only infer cannot ask for.
         access.admit(request, "admin")
         return Response(parts.metrics.render(), media_type=gateway_metrics.CONTENT_TYPE)
+
+
+async def _base_state(parts: Parts, base: Base) -> dict[str, Any]:
+    """A base that cannot speak for itself is still called by its name."""
+    return {"model": base.name, **await _state(parts.backends[base.name].engine)}
 
 
 async def _state(part: Engine | Embedder) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from actors.registry.serving import ServingReport
 from cluster.models import served_name
 from deployments.config import ServeConfig
 from deployments.gateway.admission import Admission
-from deployments.gateway.app import Parts, create_app
+from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.handles import CollectionsHandle, EmbedderHandle, EngineHandle
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Served
+from deployments.gateway.models import Base, Served
 from deployments.logs import join_serve
 from deployments.reporting import Reporter, whoami
 from deployments.snapshot import SnapshotFeed
@@ -29,7 +29,7 @@ class Gateway:
     async def __init__(  # type: ignore[misc]  # Ray awaits an async constructor
         self,
         config: ServeConfig,
-        llm: DeploymentHandle | None,
+        engines: dict[str, DeploymentHandle],
         embedding: DeploymentHandle | None,
         search: DeploymentHandle | None,
     ) -> None:
@@ -38,16 +38,19 @@ class Gateway:
         feed = SnapshotFeed(RegistryHandle(patience_s=REGISTRY_PATIENCE_S), poll_s=config.gateway.snapshot_poll_s)
         self._parts = Parts(
             served=Served(
-                llm=config.llm.served_as if config.llm else None,
-                llm_version=config.llm.version if config.llm else None,
+                bases=tuple(
+                    Base(base.served_as, part=part, version=base.version, max_model_len=base.max_model_len)
+                    for part, base in config.engines.items()
+                ),
                 embedder=served_name(config.embedding.model) if config.embedding else None,
-                max_model_len=config.llm.max_model_len if config.llm else None,
                 started=int(time.time()),
             ),
             feed=feed,
             metrics=GatewayMetrics(),
-            admission=Admission.of(config.gateway),
-            engine=EngineHandle(llm) if llm else None,
+            backends={
+                base.served_as: Backend(EngineHandle(engines[part]), Admission.of(config.gateway))
+                for part, base in config.engines.items()
+            },
             embedder=EmbedderHandle(embedding) if embedding else None,
             collections=CollectionsHandle(search) if search else None,
         )

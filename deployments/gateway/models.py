@@ -1,11 +1,14 @@
 """Which model a name means, and the cards of `/v1/models`. Pure: works on a snapshot, asks nobody.
 
-smollm2-135m-instruct                          the base; a registered whole model is served as one, by its own name
+smollm2-135m-instruct                          a base; a registered whole model is served as one, by its own name
 smollm2-135m-instruct:error-triage             the adapter that alias `champion` stands at, or one of several by
                                                their shares of its traffic
 smollm2-135m-instruct:error-triage@candidate   … that another alias stands at
 smollm2-135m-instruct:error-triage/3           exactly this version
 all-minilm-l6-v2                               the embedder
+
+An application may serve several bases. An adapter is asked for on the base that it was trained on, and on no other.
+No name is altered on the way: case, blanks and look-alike letters count.
 """
 
 from dataclasses import dataclass
@@ -21,16 +24,41 @@ OWNER = "flywheel"
 
 
 @dataclass(frozen=True)
-class Served:
-    """The models that this application runs, by the names that clients use. Unset: none of that kind."""
+class Base:
+    """One base model, by the name that clients use."""
 
-    llm: str | None = None
-    embedder: str | None = None
+    name: str
+    part: str = "llm"
+    """Its Serve deployment, by which health calls it."""
+    version: str | None = None
+    """The registered version that it is, if it is one."""
     max_model_len: int | None = None
+
+    def fits(self, route: Route) -> bool:
+        """Whether `route` is an adapter for these weights.
+
+        A registered model may be called as the base that it came from; adapters of that base are not for it.
+        """
+        return route.kind == "adapter" and self.version is None and served_name(route.base) == self.name
+
+
+@dataclass(frozen=True)
+class Served:
+    """The models that this application runs. Their names differ (`ServeConfig` sees to it)."""
+
+    bases: tuple[Base, ...] = ()
+    embedder: str | None = None
     started: int = 0
     """Unix time; OpenAI's cards want one."""
-    llm_version: str | None = None
-    """The registered version that `llm` is, if it is one."""
+
+    def base(self, name: str) -> Base | None:
+        """The base of that name."""
+        return next((base for base in self.bases if base.name == name), None)
+
+    @property
+    def names(self) -> list[str]:
+        """Bases in the order of the config, then the embedder."""
+        return [*(base.name for base in self.bases), *([self.embedder] if self.embedder else [])]
 
 
 @dataclass(frozen=True)
@@ -43,6 +71,8 @@ class Target:
 
     model: str
     version: str
+    base: str
+    """Whose engine answers."""
     adapter: Adapter | None = None
 
 
@@ -51,62 +81,83 @@ def generator(served: Served, snapshot: Snapshot, name: str, *, key: str | None 
 
     `RequestError` 404 (`model_not_found`), or 400 if it is no generator.
     """
-    base, colon, reference = name.partition(":")
-    if base == served.embedder and not colon:
+    base_name, colon, reference = name.partition(":")
+    if base_name == served.embedder and not colon:
         raise RequestError(
             f"{name!r} makes embeddings, not text.",
             param="model",
             code="model_not_supported",
             hint="Use /v1/embeddings.",
         )
-    if served.llm is None or base != served.llm:
-        raise _unknown(name, _names(served))
+    base = served.base(base_name)
+    if base is None:
+        raise _unknown(name, served.names)
     if not colon:
-        return Target(model=base, version=served.llm_version or base)
+        return Target(model=base.name, version=base.version or base.name, base=base.name)
     try:
         route = resolve(snapshot, reference, key=key)
     except RequestError as error:
         raise _unknown(name, [], hint=error.hint) from None
-    if not _fits(served, route):
-        raise _unknown(name, [], hint=_elsewhere(route))
+    if not base.fits(route):
+        raise _unknown(name, [], hint=_elsewhere(served, route))
     return Target(
-        model=f"{base}:{route.id}",
+        model=f"{base.name}:{route.id}",
         version=route.id,
+        base=base.name,
         adapter=Adapter(version=route.id, path=str(snapshot.folder(route)), digest=route.digest),
     )
+
+
+def only_base(served: Served) -> str:
+    """The base that a request without `model` means; `RequestError` 400 if there are several, 404 if there is none."""
+    match served.bases:
+        case (base,):
+            return base.name
+        case ():
+            raise RequestError("This application serves no language model.", status=404, code="model_not_found")
+        case _:
+            raise RequestError(
+                f"`model` is required: this application serves {len(served.bases)} language models.",
+                param="model",
+                code="invalid_value",
+                hint=f"Give one of: {', '.join(base.name for base in served.bases)}.",
+            )
 
 
 def embedder(served: Served, name: str) -> str:
     """`name`, if it is the embedder; `RequestError` otherwise."""
     if name == served.embedder:
         return name
-    if served.llm is not None and name.partition(":")[0] == served.llm:
+    if served.base(name.partition(":")[0]):
         raise RequestError(
             f"{name!r} makes text, not embeddings.",
             param="model",
             code="model_not_supported",
             hint=f"Use {served.embedder!r}." if served.embedder else None,
         )
-    raise _unknown(name, _names(served))
+    raise _unknown(name, served.names)
 
 
 def cards(served: Served, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Every name that can be asked for. `parent` is the base; `root` is the immutable name that answers."""
-    found = []
-    if served.llm is not None:
-        found.append(_card(served, served.llm, root=served.llm, parent=None))
-        for name in snapshot.names():
-            routes = [route for route in snapshot.of(name) if _fits(served, route)]
-            roots = {route.version: f"{served.llm}:{route.id}" for route in routes}
-            aliases = {alias: roots[number] for alias, number in snapshot.aliases_of(name).items() if number in roots}
-            if DEFAULT_ALIAS in aliases:
-                found.append(_card(served, f"{served.llm}:{name}", root=aliases[DEFAULT_ALIAS], parent=served.llm))
-            for alias, root in sorted(aliases.items()):
-                found.append(_card(served, f"{served.llm}:{name}@{alias}", root=root, parent=served.llm))
-            found += [_card(served, root, root=root, parent=served.llm) for root in roots.values()]
+    found = [card for base in served.bases for card in _cards_of(served, base, snapshot)]
     if served.embedder is not None:
-        card = _card(served, served.embedder, root=served.embedder, parent=None)
-        found.append({**card, "max_model_len": None})
+        found.append(_card(served, served.embedder, root=served.embedder))
+    return found
+
+
+def _cards_of(served: Served, base: Base, snapshot: Snapshot) -> list[dict[str, Any]]:
+    found = [_card(served, base.name, root=base.name, max_model_len=base.max_model_len)]
+    for name in snapshot.names():
+        roots = {route.version: f"{base.name}:{route.id}" for route in snapshot.of(name) if base.fits(route)}
+        aliases = {alias: roots[number] for alias, number in snapshot.aliases_of(name).items() if number in roots}
+        ids = {f"{base.name}:{name}": aliases[DEFAULT_ALIAS]} if DEFAULT_ALIAS in aliases else {}
+        ids |= {f"{base.name}:{name}@{alias}": root for alias, root in sorted(aliases.items())}
+        ids |= {root: root for root in roots.values()}
+        found += [
+            _card(served, id_, root=root, parent=base.name, max_model_len=base.max_model_len)
+            for id_, root in ids.items()
+        ]
     return found
 
 
@@ -117,25 +168,24 @@ def card(served: Served, snapshot: Snapshot, name: str) -> dict[str, Any]:
             return found
     # Not listed, so it does not exist; resolution says best what is near.
     generator(served, snapshot, name)
-    raise _unknown(name, _names(served))
+    raise _unknown(name, served.names)
 
 
-def _fits(served: Served, route: Route) -> bool:
-    # A registered model may be called as the base that it came from; adapters of that base are not for its weights.
-    return route.kind == "adapter" and served.llm_version is None and served_name(route.base) == served.llm
-
-
-def _elsewhere(route: Route) -> str:
+def _elsewhere(served: Served, route: Route) -> str:
     if route.kind == "model":
+        own = next((base.name for base in served.bases if base.version == route.id), None)
+        if own:
+            return f"{route.id} is a base of its own here: ask for {own!r}."
         return f"{route.id} is a whole model, a base of its own: `flywheel serve` with serve.llm.model={route.id}."
+    home = next((base for base in served.bases if base.fits(route)), None)
+    if home:
+        return f"{route.id} is an adapter on {home.name}: ask for '{home.name}:{route.id}'."
     return f"{route.id} is an {route.kind} on {served_name(route.base)}."
 
 
-def _names(served: Served) -> list[str]:
-    return [name for name in (served.llm, served.embedder) if name]
-
-
-def _card(served: Served, name: str, *, root: str, parent: str | None) -> dict[str, Any]:
+def _card(
+    served: Served, name: str, *, root: str, parent: str | None = None, max_model_len: int | None = None
+) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -143,13 +193,14 @@ def _card(served: Served, name: str, *, root: str, parent: str | None) -> dict[s
         "owned_by": OWNER,
         "root": root,
         "parent": parent,
-        "max_model_len": served.max_model_len,
+        "max_model_len": max_model_len,
     }
 
 
 def _unknown(name: str, served: list[str], *, hint: str | None = None) -> RequestError:
     if hint is None:
-        meant = nearest(name, served)
+        # Whoever gives a Hugging Face id means its last part; who writes it large means it small.
+        meant = nearest(name.partition(":")[0].rpartition("/")[2].casefold().strip(), served)
         hint = f"Did you mean {meant!r}?" if meant else f"Served: {', '.join(served) or 'nothing'}; see /v1/models."
     return RequestError(
         f"The model {name!r} does not exist.", status=404, param="model", code="model_not_found", hint=hint

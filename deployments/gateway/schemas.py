@@ -33,6 +33,8 @@ MAX_INPUTS = 2048
 
 Body = TypeVar("Body", bound=BaseModel)
 Text = Annotated[StrictStr, Field(min_length=1)]
+ModelName = Annotated[StrictStr, Field(min_length=1, max_length=512)]
+"""The longest that can exist has half of it. A longer one would only come back whole in an error."""
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
 
 
@@ -44,16 +46,22 @@ class StreamOptions(BaseModel):
     include_usage: StrictBool | None = None
 
 
-class GenerationBody(BaseModel):
-    """What chat and text completions have in common."""
+class SessionBody(BaseModel):
+    """What says which requests belong together (`session.py`): OpenAI's names, the more telling ones first."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    model: Text
+    prompt_cache_key: StrictStr | None = None
+    safety_identifier: StrictStr | None = None
+    user: StrictStr | None = None
+
+
+class GenerationBody(SessionBody):
+    """What chat and text completions have in common."""
+
+    model: ModelName
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    user: StrictStr | None = None
-    """Whose request it is: one user stays on one side of a split alias."""
 
     @property
     def wants_usage(self) -> bool:
@@ -78,12 +86,10 @@ class CompletionBody(GenerationBody):
     prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
 
 
-class TokensBody(BaseModel):
-    """`/tokenize` and `/detokenize`, as vLLM has them; without a model, the base."""
+class TokensBody(SessionBody):
+    """`/tokenize` and `/detokenize`, as vLLM has them; without a model, the only base."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    model: Text | None = None
+    model: ModelName | None = None
 
 
 class ScoreBody(BaseModel):
@@ -91,7 +97,7 @@ class ScoreBody(BaseModel):
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
-    model: Text
+    model: ModelName
     queries: Annotated[list[Text], Field(min_length=1, validation_alias=AliasChoices("queries", "text_1"))]
     documents: Annotated[list[Text], Field(min_length=1, validation_alias=AliasChoices("documents", "text_2"))]
 
@@ -117,7 +123,7 @@ class EmbeddingsBody(BaseModel):
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
-    model: Text
+    model: ModelName
     input: Any
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None

@@ -13,7 +13,6 @@ from cluster import environment
 from deployments.llm.config import LLMConfig
 from deployments.llm.server import LLMDeployment
 
-NAME = "llm"
 HEALTH_PERIOD_S = 1
 """How soon Serve sees that a replica's process has ended, and starts another."""
 ROUTING_REPORT_S = 1.0
@@ -26,12 +25,12 @@ START_TRIES = 2
 """A fault of the engine's arithmetic does not go away by trying; a second try is for the machine's bad luck."""
 
 
-def build(config: LLMConfig, *, gpu: bool) -> Application:
-    """The deployment of one base model and its adapters, on CPU or on one GPU for each replica."""
+def build(config: LLMConfig, *, name: str, gpu: bool) -> Application:
+    """The deployment `name` of one base model and its adapters, on CPU or on one GPU for each replica."""
     return build_llm_deployment(
         ray_config(config, gpu=gpu),
         bind_kwargs={"settings": config},
-        override_serve_options={"name": NAME, "max_constructor_retry_count": START_TRIES},
+        override_serve_options={"name": name, "max_constructor_retry_count": START_TRIES},
     )
 
 

@@ -42,7 +42,8 @@ class LLMConfig(Config):
     @property
     def served_as(self) -> str:
         """The name that clients ask for."""
-        return self.version.partition("/")[0] if self.version else served_name(self.model)
+        # Before `flywheel serve` has found a registered version, its alias is still there, and no part of the name.
+        return self.version.partition("/")[0] if self.version else served_name(self.model.partition("@")[0])
 
     @model_validator(mode="after")
     def _kept_fit(self) -> Self:

@@ -30,11 +30,11 @@ from app.cli import bench, output
 from app.cli.bench import _numbers
 from cluster.errors import ConfigError, DependencyError
 from deployments.gateway.admission import Admission
-from deployments.gateway.app import Parts, create_app
+from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Served
+from deployments.gateway.models import Base, Served
 from deployments.gateway.usage import Usage
 from deployments.snapshot import SnapshotFeed
 
@@ -150,7 +150,8 @@ async def test_it_reads_the_gateways_streams(breaks_after: int | None) -> None:
     engine = EchoEngine(pause_s=0.01, breaks_after=breaks_after)
     feed = SnapshotFeed(PushedSnapshots(), poll_s=0.05)
     await feed.start(wait_s=0.5)
-    parts = Parts(Served("smol", None, None), feed, GatewayMetrics(Usage()), Admission.of(GatewayConfig()), engine)
+    backends = {"smol": Backend(engine, Admission.of(GatewayConfig()))}
+    parts = Parts(Served((Base("smol"),)), feed, GatewayMetrics(Usage()), backends)
     try:
         async with listening(create_app(parts, GatewayConfig(require_keys=False))) as url:
             found = await drive(url, "smol", [Ask("one two three", 4)] * 4, streams=2)

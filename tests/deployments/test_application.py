@@ -55,8 +55,8 @@ def test_an_application_of_nothing_is_refused() -> None:
 def test_the_same_settings_make_an_engine_for_cpu_and_for_gpu() -> None:
     from deployments.llm.build import ray_config
 
-    assert CONFIG.llm is not None
-    cpu, gpu = (ray_config(CONFIG.llm, gpu=flag) for flag in (False, True))
+    (base,) = CONFIG.llm
+    cpu, gpu = (ray_config(base, gpu=flag) for flag in (False, True))
     assert (cpu.accelerator_config.kind, gpu.accelerator_config.kind) == ("cpu", "gpu")
     environment = cpu.runtime_env["env_vars"]
     assert (environment["OMP_NUM_THREADS"], environment["VLLM_CPU_KVCACHE_SPACE"]) == ("2", "3")

@@ -49,8 +49,7 @@ def tokens(answer: Any) -> int:
 
 def room(app: ServeApp) -> int:
     """Places for adapters that come and go."""
-    assert app.config.llm is not None
-    return app.config.llm.max_adapters - len(described(app)["adapters_kept"])
+    return app.config.llm[0].max_adapters - len(described(app)["adapters_kept"])
 
 
 def registered(app: ServeApp, name: str, count: int, *, rank: int = 8) -> list[Version]:

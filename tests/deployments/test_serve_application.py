@@ -247,7 +247,7 @@ def test_a_broken_adapter_fails_alone(serve_app: ServeApp, tmp_path: Path) -> No
 
 
 def test_adapters_outlive_their_source_and_their_eviction(serve_app: ServeApp, versions: list[Version]) -> None:
-    many = [serve_app.register("many", seed=100 + n) for n in range(serve_app.config.llm.max_adapters + 1)]  # type: ignore[union-attr]
+    many = [serve_app.register("many", seed=100 + n) for n in range(serve_app.config.llm[0].max_adapters + 1)]
     until(lambda: f"{BASE}:{many[-1].id}" in names(serve_app))
     first = serve_app.say(f"{BASE}:{many[0].id}", max_tokens=4)
     shutil.rmtree(serve_app.home.versions / many[0].path)

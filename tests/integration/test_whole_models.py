@@ -121,7 +121,6 @@ def test_a_whole_model_is_evaluated_registered_promoted_and_found(
     assert LlamaForCausalLM.from_pretrained(folder).config.hidden_size == 64
 
     assert recipe.serve is not None
-    served = resolved(recipe.serve, home).llm
-    assert served is not None
+    (served,) = resolved(recipe.serve, home).llm
     assert (served.model, served.version, served.served_as) == (str(folder), f"{NAME}/1", NAME)
     assert obtain(served.model, home).digest == made.digest

@@ -19,12 +19,12 @@ from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import CapacityError
 from deployments.gateway import app as gateway_app
 from deployments.gateway.admission import Admission, Turn
-from deployments.gateway.app import Parts, create_app
+from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
 from deployments.gateway.limits import Limiter
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Served
+from deployments.gateway.models import Base, Served
 from deployments.gateway.scope import Trace
 from deployments.snapshot import SnapshotFeed
 
@@ -69,11 +69,10 @@ async def gate() -> AsyncIterator[Gate]:
     await feed.start(wait_s=0.5)
     limiter = Limiter(clock_ns=lambda: 0)  # nothing refills while a test runs
     parts = Parts(
-        Served("smol", "minilm", 128),
+        Served((Base("smol"),), "minilm"),
         feed,
         GatewayMetrics(),
-        Admission.of(GatewayConfig()),
-        engine,
+        {"smol": Backend(engine, Admission.of(GatewayConfig()))},
         HashEmbedder(),
         limiter=limiter,
     )
@@ -150,9 +149,7 @@ async def test_a_revocation_reaches_a_gateway_with_the_next_snapshot(gate: Gate)
 
 async def test_a_gateway_that_knows_no_keys_yet_does_not_call_them_wrong() -> None:
     feed = SnapshotFeed(PushedSnapshots(), poll_s=5)  # not started: the registry has never answered
-    app = create_app(
-        Parts(Served("smol"), feed, GatewayMetrics(), Admission.of(GatewayConfig()), EchoEngine()), GatewayConfig()
-    )
+    app = create_app(Parts(Served(), feed, GatewayMetrics()), GatewayConfig())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
         answer = await http.get("/v1/models", headers={"authorization": f"Bearer {Secret.make().text}"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "dependency_unavailable")

@@ -16,11 +16,11 @@ import pytest
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import CapacityError, DependencyError, RequestError
 from deployments.gateway.admission import Admission
-from deployments.gateway.app import Parts, create_app
+from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Served
+from deployments.gateway.models import Base, Served
 from deployments.gateway.usage import Usage
 from deployments.snapshot import SnapshotFeed
 
@@ -57,7 +57,8 @@ async def stand() -> AsyncIterator[Stand]:
         max_waiting_per_caller=2,
     )
     admission = Admission.of(config)
-    parts = Parts(Served("smol", "minilm", 128), feed, GatewayMetrics(usage), admission, engine, HashEmbedder())
+    served, backends = Served((Base("smol"),), "minilm"), {"smol": Backend(engine, admission)}
+    parts = Parts(served, feed, GatewayMetrics(usage), backends, HashEmbedder())
     app = create_app(parts, config)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
     sdk = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http, max_retries=0)

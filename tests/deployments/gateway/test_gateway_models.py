@@ -5,9 +5,9 @@ import pytest
 
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import RequestError
-from deployments.gateway.models import Served, card, cards, embedder, generator
+from deployments.gateway.models import Base, Served, card, cards, embedder, generator
 
-SERVED = Served(llm="smol", embedder="minilm", max_model_len=128, started=7)
+SERVED = Served((Base("smol", max_model_len=128),), embedder="minilm", started=7)
 
 
 def route(name: str, version: int, *, kind: str = "adapter", base: str = "smol") -> Route:
@@ -68,7 +68,7 @@ def test_a_whole_model_beside_the_base_is_not_found_and_the_way_out_is_told() ->
 
 def test_a_served_version_answers_with_its_number_and_takes_no_adapters_of_other_weights() -> None:
     """Not even if it was registered under the name of the base that it was trained from."""
-    served = replace(SERVED, llm_version="smol/2")
+    served = replace(SERVED, bases=(Base("smol", version="smol/2"),))
     assert (generator(served, TWO, "smol").model, generator(served, TWO, "smol").version) == ("smol", "smol/2")
     assert [one["id"] for one in cards(served, TWO)] == ["smol", "minilm"]
     with pytest.raises(RequestError):
