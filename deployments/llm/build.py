@@ -72,6 +72,8 @@ def _engine_settings(config: LLMConfig, *, gpu: bool) -> dict[str, Any]:
         # For the adapter's own; the replica refuses a client's (see templates.py).
         "trust_request_chat_template": True,
     }
+    if config.tool_parser is not None:
+        settings |= {"enable_auto_tool_choice": True, "tool_call_parser": config.tool_parser}
     # With adapters vLLM's CPU platform compiles nothing anyway; saying so saves the attempt.
     return settings if gpu else {**settings, "enforce_eager": True}
 
