@@ -8,8 +8,11 @@ from typing import Any
 from ray.serve import Application
 from ray.serve.llm import LLMConfig as RayLLMConfig
 from ray.serve.llm import build_llm_deployment
+from vllm.tool_parsers import ToolParserManager
 
 from cluster import environment
+from cluster.config import nearest
+from cluster.errors import ConfigError
 from deployments.llm.config import LLMConfig
 from deployments.llm.server import LLMDeployment
 
@@ -36,7 +39,8 @@ def build(config: LLMConfig, *, gpu: bool) -> Application:
 
 
 def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
-    """`config` in Ray's words."""
+    """`config` in Ray's words. `ConfigError` for a tool parser that vLLM does not have."""
+    _require_tool_parser(config.tool_parser)
     return RayLLMConfig(
         # The replica replaces the source by the folder that it has obtained on its own node.
         model_loading_config={"model_id": config.served_as, "model_source": config.model},
@@ -58,6 +62,16 @@ def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
         },
         runtime_env={"env_vars": {**environment.for_workers(), **({} if gpu else _cpu_environment(config))}},
     )
+
+
+def _require_tool_parser(name: str | None) -> None:
+    known = ToolParserManager.list_registered()
+    if name is not None and name not in known:
+        meant = nearest(name, known)
+        raise ConfigError(
+            f"llm.tool_parser: vLLM has no {name!r}.",
+            hint=f"Did you mean {meant!r}?" if meant else f"It has: {', '.join(known)}.",
+        )
 
 
 def _engine_settings(config: LLMConfig, *, gpu: bool) -> dict[str, Any]:
