@@ -61,7 +61,13 @@ def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
     config = ServeConfig.model_validate(
         {
             "gateway": {"port": _free_port(), "max_request_bytes": 1 << 20, "require_keys": False},
-            "llm": {"model": BASE, "max_model_len": MAX_MODEL_LEN, "max_lora_rank": MAX_LORA_RANK, "keep": [KEPT]},
+            "llm": {
+                "model": BASE,
+                "max_model_len": MAX_MODEL_LEN,
+                "max_lora_rank": MAX_LORA_RANK,
+                "keep": [KEPT],
+                "tool_parser": "hermes",
+            },
             "embedding": {"model": EMBEDDER},
         }
     )

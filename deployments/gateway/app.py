@@ -7,7 +7,6 @@ tests run it on the fakes of `echo.py`, the deployment on Serve handles. A gener
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from deployments.gateway.limits import Limiter, Reservation
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served, Target
 from deployments.gateway.ports import Collections, Embedder, Engine, Vectors
-from deployments.gateway.scope import VERSION_HEADER, RequestScope, read_body, trace_of
+from deployments.gateway.scope import VERSION_HEADER, RequestScope, Trace, read_body, trace_of
 from deployments.gateway.session import session_of
 from deployments.gateway.stream import StreamAssembler, stamped
 from deployments.llm.failures import engine_lost
@@ -71,7 +70,7 @@ class Parts:
 def create_app(parts: Parts, config: GatewayConfig, *, send_id: bool = True) -> FastAPI:
     """The ASGI application over `parts`. `send_id`: put `x-request-id` into responses; a proxy may do that already."""
     app = FastAPI(title="Flywheel", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestScope, metrics=parts.metrics, send_id=send_id)
+    app.add_middleware(RequestScope, metrics=parts.metrics, send_id=send_id, body_timeout_s=config.body_timeout_s)
     app.add_exception_handler(HTTPException, _refuse)
     access = Access(parts.feed, parts.limiter, required=config.require_keys)
     _add_models(app, parts, access)
@@ -127,7 +126,7 @@ async def _tokens(request: Request, parts: Parts, config: GatewayConfig, access:
     target = models.generator(parts.served, parts.feed.current, name, key=session_of(request, body, caller))
     trace.model, trace.version = target.model, target.version
     reservation = access.reserve(request, caller, raw)
-    asked = Generation(kind, raw, request_id=uuid.uuid4().hex, adapter=target.adapter)
+    asked = Generation(kind, raw, request_id=trace.request_id, adapter=target.adapter)
     answers = parts.backends[target.base].engine.generate(asked)
     async with asyncio.timeout(config.request_timeout_s):
         answer = await anext(answers, None)
@@ -158,7 +157,7 @@ async def _generation(
     generation = Generation(
         kind=kind,
         body=body.for_engine(raw),
-        request_id=uuid.uuid4().hex,
+        request_id=trace.request_id,
         adapter=target.adapter,
         tokens=reservation.tokens,
     )
@@ -170,7 +169,8 @@ async def _generation(
             )
         answers = backend.engine.generate(generation)
         held.push_async_callback(_close, answers)
-        response = await _answered(answers, generation, target, parts, body, deadline, Account(turn, reservation))
+        account = Account(turn, reservation, trace)
+        response = await _answered(answers, generation, target, parts, body, deadline, account)
         if isinstance(response, HeldStream):
             response.held = held.pop_all()
     return response
@@ -192,6 +192,7 @@ class Account:
 
     turn: Turn
     reservation: Reservation
+    trace: Trace
 
     def settle(self, used: int) -> None:
         self.turn.used = used
@@ -236,6 +237,7 @@ def _whole(answer: dict[str, Any], target: Target, parts: Parts, account: Accoun
     usage = answer.get("usage") or {}
     prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     parts.metrics.tokens(model=target.model, version=target.version, prompt=prompt, completion=completion)
+    account.trace.prompt_tokens, account.trace.completion_tokens = prompt, completion
     account.settle(prompt + completion)
     return JSONResponse(
         stamped(answer, model=target.model, version=target.version), headers={VERSION_HEADER: target.version}
@@ -283,6 +285,8 @@ async def _events(
 
 def _settle(account: Account, assembler: StreamAssembler) -> None:
     """By the usage, which is the last thing that a stream says. Who leaves before it does not get the rest for free."""
+    account.trace.prompt_tokens = assembler.usage.prompt_tokens
+    account.trace.completion_tokens = assembler.usage.completion_tokens
     if used := assembler.usage.prompt_tokens + assembler.usage.completion_tokens:
         account.settle(used)
     elif assembler.fault is None:
@@ -302,7 +306,8 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: A
         model = models.embedder(parts.served, name)
         if parts.embedder is None:
             raise RequestError("This application serves no embedding model.", status=404, code="model_not_found")
-        trace_of(request).model = trace_of(request).version = model
+        trace = trace_of(request)
+        trace.model = trace.version = model
         reservation = access.reserve(request, caller, raw)
         async with asyncio.timeout(config.request_timeout_s):
             if dimensions is not None:
@@ -310,6 +315,7 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: A
             made = await parts.embedder.embed(texts)
         count = sum(made.tokens)
         parts.metrics.tokens(model=model, version=model, prompt=count, completion=0)
+        trace.prompt_tokens = count
         reservation.settle(count)
         return model, made
 

@@ -14,6 +14,9 @@ class GatewayConfig(Config):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     request_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest answer, from the request to its last byte."""
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    """How long a client may take to send its body."""
     max_request_bytes: int = Field(default=8 << 20, ge=1024)
     max_running: int = Field(default=64, ge=1)
     """Generations that one gateway replica has in the engines' hands at a time; more wait their fair turn."""

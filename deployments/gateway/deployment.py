@@ -33,7 +33,7 @@ class Gateway:
         embedding: DeploymentHandle | None,
         search: DeploymentHandle | None,
     ) -> None:
-        join_serve()
+        join_serve(own_access_lines=True)
         self._config = config.gateway
         feed = SnapshotFeed(RegistryHandle(patience_s=REGISTRY_PATIENCE_S), poll_s=config.gateway.snapshot_poll_s)
         self._parts = Parts(

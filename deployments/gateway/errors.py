@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from cluster.errors import CapacityError, DependencyError, FlywheelError, RateLimitError, RequestError
 
 DEPENDENCY_RETRY_AFTER_S = 5.0
+_TYPES = {408: "timeout_error", 429: "rate_limit_error"}
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,14 @@ def problem(error: BaseException) -> Problem:
 
 def out_of_time() -> RequestError:
     """The request has used up `gateway.request_timeout_s`."""
-    return RequestError("The request took longer than the gateway waits.", status=504, code="timeout")
+    return RequestError(
+        "The answer took longer than the gateway waits.",
+        status=408,
+        code="timeout",
+        hint="Ask for less at once, or raise gateway.request_timeout_s.",
+        # The SDKs repeat a 408 by themselves; this one would take as long again.
+        headers={"x-should-retry": "false"},
+    )
 
 
 def _busy(error: FlywheelError, code: str, retry_after_s: float | None) -> Problem:
@@ -85,4 +93,4 @@ def _said(error: FlywheelError) -> str:
 def _type(status: int) -> str:
     if status >= 500:
         return "server_error"
-    return "rate_limit_error" if status == 429 else "invalid_request_error"
+    return _TYPES.get(status, "invalid_request_error")

@@ -44,7 +44,7 @@ class GatewayMetrics:
     def answered(self, *, route: str, model: str, status: int, seconds: float, version: str | None = None) -> None:
         """One request is over; `version`: the one that had to answer it, once that was known."""
         if version is not None:
-            self.usage.answered(version, failed=status >= 500)
+            self.usage.answered(version, failed=status >= 500 or status == 408)
         self._requests.labels(route, model, str(status)).inc()
         self._seconds.labels(route, model).observe(seconds)
 

@@ -1,26 +1,33 @@
-"""Around every request: its id, its clock, its size limit, and the last catch for errors. ASGI, no routes.
+"""Around every request: its id, its clock, the limits of its body, its line in the log, and the last catch for errors.
 
-A plain ASGI middleware, not Starlette's `BaseHTTPMiddleware`: that one hides a client's hang-up from the route.
+ASGI, no routes. A plain middleware, not Starlette's `BaseHTTPMiddleware`: that one hides a client's hang-up from the
+route.
 """
 
+import asyncio
+import logging
 import re
 import time
 import uuid
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import RequestError
 from deployments.gateway.errors import problem
 from deployments.gateway.limits import Reservation
 from deployments.gateway.metrics import UNMATCHED, GatewayMetrics
+from deployments.logs import about
 
 REQUEST_ID_HEADER = "x-request-id"
 VERSION_HEADER = "x-flywheel-version"
 _CLIENTS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEY = "flywheel.trace"
+_HUNG_UP = 499
+"""nginx's number for a client that hung up before a status was sent."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,6 +42,8 @@ class Trace:
     """The version that answers, once it is resolved."""
     key: str | None = None
     """Id of the API key that was let in; never its secret."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     reservation: Reservation | None = None
     """What the request has taken of its key's limits."""
 
@@ -61,10 +70,11 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 class RequestScope:
     """Gives each request its id and counts it; an exception that no route has turned into a response ends here."""
 
-    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, send_id: bool) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, send_id: bool, body_timeout_s: float) -> None:
         self._app = app
         self._metrics = metrics
         self._send_id = send_id
+        self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,7 +83,11 @@ class RequestScope:
         asked = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         trace = Trace(request_id=asked if _CLIENTS_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}")
         scope[_KEY] = trace
-        status = 499  # nginx's number for a client that hung up before a status was sent
+        with about(trace.request_id):
+            await self._traced(trace, scope, _in_time(receive, self._body_timeout_s), send)
+
+    async def _traced(self, trace: Trace, scope: Scope, receive: Receive, send: Send) -> None:
+        status = _HUNG_UP
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -87,22 +101,64 @@ class RequestScope:
 
         try:
             await self._app(scope, receive, sending)
+        except ClientDisconnect:
+            pass  # in the middle of its body: nobody is there to be answered
         except Exception as error:
-            if status != 499:
+            if status != _HUNG_UP:
                 raise  # the response has begun; the server closes the connection, which a client does notice
             await problem(error).response()(scope, receive, sending)
         finally:
             if trace.reservation is not None:
                 # A client that hangs up is not given back what it has had worked for; one that was failed is.
-                (trace.reservation.keep if status == 499 else trace.reservation.refund)()
-            route = getattr(scope.get("route"), "path", UNMATCHED)
+                (trace.reservation.keep if status == _HUNG_UP else trace.reservation.refund)()
+            route, seconds = getattr(scope.get("route"), "path", UNMATCHED), time.monotonic() - trace.started
             self._metrics.answered(
-                route=route,
-                model=trace.model,
-                status=status,
-                seconds=time.monotonic() - trace.started,
-                version=trace.version,
+                route=route, model=trace.model, status=status, seconds=seconds, version=trace.version
             )
+            _log(trace, method=scope["method"], route=route, status=status, seconds=seconds)
+
+
+def _in_time(receive: Receive, timeout_s: float) -> Receive:
+    """`receive`, which raises `RequestError` 408 once the body has had `timeout_s` to come and has not."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    arriving = True
+
+    async def receiving() -> Message:
+        nonlocal arriving
+        if not arriving:
+            return await receive()  # waits for the client to hang up
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise RequestError(
+                f"The body did not come within {timeout_s:g} s.",
+                status=408,
+                code="body_timeout",
+                hint="Send it faster, or raise gateway.body_timeout_s.",
+                headers={"Connection": "close"},  # whoever is that slow should not keep the connection either
+            ) from None
+        arriving = message.get("more_body", False)
+        return message
+
+    return receiving
+
+
+def _log(trace: Trace, *, method: str, route: str, status: int, seconds: float) -> None:
+    """The one line of a request: for people as text, and as an object of its own where logs are JSON."""
+    facts = {
+        "method": method,
+        "route": route,
+        "status": status,
+        "seconds": round(seconds, 3),
+        "model": trace.model,
+        "version": trace.version or "-",
+        "prompt_tokens": trace.prompt_tokens,
+        "completion_tokens": trace.completion_tokens,
+        "key": trace.key or "-",
+        "request_id": trace.request_id,
+    }
+    logger.info("request %s", " ".join(f"{name}={value}" for name, value in facts.items()), extra={"request": facts})
 
 
 def _too_large(limit_bytes: int) -> RequestError:

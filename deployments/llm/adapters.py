@@ -157,6 +157,7 @@ class AdapterCache:
         if rank > self._max_rank:
             raise RequestError(
                 f"Adapter {adapter.version} has rank {rank}; this engine takes at most {self._max_rank}.",
+                status=422,
                 param="model",
                 code="adapter_rank_too_large",
                 hint="Serve with a larger llm.max_lora_rank, or train with a smaller adapter.r.",
@@ -164,6 +165,7 @@ class AdapterCache:
         if misfit := first_misfit(shapes(folder), shapes(self._base)):
             raise RequestError(
                 f"Adapter {adapter.version} does not fit {self._base.name}: {misfit}.",
+                status=422,
                 param="model",
                 code="adapter_invalid",
                 hint="Register an adapter that was trained on this base.",

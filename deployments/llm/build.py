@@ -8,8 +8,11 @@ from typing import Any
 from ray.serve import Application
 from ray.serve.llm import LLMConfig as RayLLMConfig
 from ray.serve.llm import build_llm_deployment
+from vllm.tool_parsers import ToolParserManager
 
 from cluster import environment
+from cluster.config import nearest
+from cluster.errors import ConfigError
 from deployments.llm.config import LLMConfig
 from deployments.llm.server import LLMDeployment
 
@@ -35,7 +38,8 @@ def build(config: LLMConfig, *, name: str, gpu: bool) -> Application:
 
 
 def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
-    """`config` in Ray's words."""
+    """`config` in Ray's words. `ConfigError` for a tool parser that vLLM does not have."""
+    _require_tool_parser(config.tool_parser)
     return RayLLMConfig(
         # The replica replaces the source by the folder that it has obtained on its own node.
         model_loading_config={"model_id": config.served_as, "model_source": config.model},
@@ -59,6 +63,16 @@ def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
     )
 
 
+def _require_tool_parser(name: str | None) -> None:
+    known = ToolParserManager.list_registered()
+    if name is not None and name not in known:
+        meant = nearest(name, known)
+        raise ConfigError(
+            f"llm.tool_parser: vLLM has no {name!r}.",
+            hint=f"Did you mean {meant!r}?" if meant else f"It has: {', '.join(known)}.",
+        )
+
+
 def _engine_settings(config: LLMConfig, *, gpu: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "dtype": config.dtype,
@@ -71,6 +85,8 @@ def _engine_settings(config: LLMConfig, *, gpu: bool) -> dict[str, Any]:
         # For the adapter's own; the replica refuses a client's (see templates.py).
         "trust_request_chat_template": True,
     }
+    if config.tool_parser is not None:
+        settings |= {"enable_auto_tool_choice": True, "tool_call_parser": config.tool_parser}
     # With adapters vLLM's CPU platform compiles nothing anyway; saying so saves the attempt.
     return settings if gpu else {**settings, "enforce_eager": True}
 

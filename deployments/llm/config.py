@@ -32,6 +32,11 @@ class LLMConfig(Config):
 
     They follow the registry: where an alias moves, its new version is loaded, and the old one may go.
     """
+    tool_parser: str | None = Field(default=None, min_length=1)
+    """vLLM's name for the form in which this model writes its calls of tools, for example `hermes`.
+
+    Unset: a request that brings `tools` is refused unless its `tool_choice` is `none`.
+    """
     replicas: int = Field(default=1, ge=1)
     kv_cache_gib: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)

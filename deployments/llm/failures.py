@@ -19,6 +19,7 @@ ENGINE_RETRY_AFTER_S = 30.0
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # vLLM puts its own names and values behind the sentence; `param` says that better.
 _ASIDE = re.compile(r" \((?:parameter|value)=.*\)$")
+_PARSER_WORDS = "--tool-call-parser"
 _CONTEXT_WORDS = ("maximum context length", "maximum model length", "longer than the maximum")
 
 
@@ -38,6 +39,14 @@ def bad_request(message: str, kind: Kind, *, status: int = 400, param: str | Non
         # The engine names its own intermediate value ("input_tokens"); the client can only change what it sent.
         field = "messages" if kind == "chat" else "prompt"
         return RequestError(message, status=400, param=field, code=CONTEXT_LENGTH_EXCEEDED)
+    if _PARSER_WORDS in message:
+        # The engine names flags of a command line that is not ours.
+        return RequestError(
+            "This model is served without a parser for calls of tools.",
+            param="tool_choice",
+            code="tools_not_supported",
+            hint="Leave `tools` out or send `tool_choice: none`; or serve with llm.tool_parser, for example hermes.",
+        )
     return RequestError(message, status=status, param=param, code="model_not_found" if status == 404 else None)
 
 

@@ -47,6 +47,7 @@ class Generation:
     kind: Kind
     body: dict[str, Any]
     request_id: str
+    """The client's, or the gateway's for it: what log lines are found by. Two may have one."""
     adapter: Adapter | None = None
     """Unset: the base model answers."""
     tokens: int = 1

@@ -176,6 +176,7 @@ class ResidentAdapters:
             fault = f"The engine cannot load adapter {adapter.version}: it does not fit {self._base}."
             raise RequestError(
                 fault,
+                status=422,
                 param="model",
                 code="adapter_invalid",
                 hint="Register an adapter that was trained on this base.",

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, nullcontext
@@ -201,8 +202,10 @@ class LLMDeployment(LLMServer):
             templates.refuse_in(generation.body)
         name = generation.adapter.engine_name if generation.adapter else self._base
         try:
-            # The id is ours: two requests with one id would answer each other.
-            facts = {**generation.body, "model": name, "request_id": generation.request_id}
+            # The engine's id holds the client's, so that it is found by it. The rest is ours: two requests with one id
+            # would answer each other.
+            request_id = f"{generation.request_id}-{uuid.uuid4().hex[:8]}"
+            facts = {**generation.body, "model": name, "request_id": request_id}
             return _REQUESTS[generation.kind].validate_python(facts)
         except ValidationError as error:
             raise failures.from_validation(error, generation.body) from None
@@ -248,7 +251,7 @@ class LLMDeployment(LLMServer):
 
     async def _whole_answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """A completion by the base, asked inside this process."""
-        generation = Generation(kind="completions", body=body, request_id=f"start-{time.monotonic_ns()}")
+        generation = Generation(kind="completions", body=body, request_id="start")
         async for answer in self._generate(generation):
             if isinstance(answer, dict):
                 return answer

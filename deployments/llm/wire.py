@@ -29,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import CapacityError, DependencyError, FlywheelError, RequestError
 from deployments.llm.failures import engine_lost
 from deployments.llm.protocol import Adapter, Answer, Generation
+from deployments.logs import about
 
 CONNECT_WAIT_S = 2.0
 """A replica is in the same cluster: one that does not take a connection by then is gone."""
@@ -100,6 +101,10 @@ class Outlet:
             generation = _read(await request.body())
         except ClientDisconnect:
             return
+        with about(generation.request_id):
+            await self._until_left(generation, scope, receive, send)
+
+    async def _until_left(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.create_task(self._answer(generation, scope, receive, send), name=generation.request_id)
         leaving = asyncio.create_task(_left(receive), name=f"{generation.request_id}-left")
         # The gateway hangs up when its client does: the engine must not go on for nobody.

@@ -203,7 +203,9 @@ async def test_who_leaves_a_stream_early_keeps_what_was_reserved_and_a_broken_on
     assert await remaining() == before - USED
     assembler = gateway_app.StreamAssembler(model="m", version="v", forward_usage=False)
     reservation = Limiter(clock_ns=lambda: 0).reserve(ApiKey("key-1", "k", "", tpm=50), 20)
-    gateway_app._settle(gateway_app.Account(Turn(0.0), reservation), assembler)  # no usage came, and nothing broke
+    gateway_app._settle(
+        gateway_app.Account(Turn(0.0), reservation, Trace("mine")), assembler
+    )  # no usage came, and nothing broke
     assert reservation._allowance.tokens is not None
     reservation.refund()
     assert reservation._allowance.tokens.left(0) == 30

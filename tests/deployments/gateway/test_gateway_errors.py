@@ -19,7 +19,7 @@ from deployments.gateway.errors import problem
         (StateError("no move"), 409, "invalid_request_error", None, None),
         (HTTPException(404), 404, "invalid_request_error", "unknown_url", None),
         (HTTPException(405, headers={"Allow": "POST"}), 405, "invalid_request_error", "method_not_allowed", None),
-        (TimeoutError(), 504, "server_error", "timeout", None),
+        (TimeoutError(), 408, "timeout_error", "timeout", None),
         (KeyError("/secret/path"), 500, "server_error", "internal_error", None),
     ],
 )  # fmt: skip
