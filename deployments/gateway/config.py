@@ -13,6 +13,8 @@ class GatewayConfig(Config):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
+    replicas: int = Field(default=1, ge=1)
+    """Gateways behind the one address. Each lets a key have its share of its requests and tokens a minute."""
     request_timeout_s: float = Field(default=300.0, gt=0)
     max_request_bytes: int = Field(default=8 << 20, ge=1024)
     max_running: int = Field(default=64, ge=1)
