@@ -40,6 +40,7 @@ def build(config: ServeConfig) -> Application:
     search = build_search(config.search, embedding) if embedding else None
     gateway = serve.deployment(serve.ingress()(Gateway)).options(
         name="gateway",
+        num_replicas=config.gateway.replicas,
         max_ongoing_requests=GATEWAY_REQUESTS,
         graceful_shutdown_timeout_s=SHUTDOWN_WAIT_S,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment.for_workers()}},

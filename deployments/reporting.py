@@ -81,6 +81,13 @@ def whoami() -> tuple[str, str]:
     return serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
 
 
+def siblings() -> int:
+    """How many replicas this replica's deployment has by its settings as they are now, itself among them."""
+    from ray import serve
+
+    return max(1, int(serve.get_replica_context().world_size))
+
+
 def node_address() -> str:
     """The address at which other nodes of the cluster reach this one."""
     import ray

@@ -59,7 +59,7 @@ from actors.registry.rules import (
     RevokeKey,
     Rollback,
 )
-from actors.registry.serving import ServingBook, ServingReport
+from actors.registry.serving import BudgetUse, ServingBook, ServingReport
 from actors.registry.snapshot import Change, Snapshot
 from actors.registry.state import State, snapshot
 from actors.registry.store import EventStore, SqlEventStore
@@ -291,6 +291,11 @@ class Registry:
     async def report(self, report: ServingReport) -> None:
         """Keep which versions a server holds and what traffic they have had."""
         await self._in_thread(self._commits, partial(self._book.enter, report, at=utc_now()))
+
+    async def budget_use(self, source: str) -> dict[str, BudgetUse]:
+        """What every live key with a budget has used of it, by all servers but `source`, which counts its own."""
+        keys = tuple(self._snapshots.current.keys.values())
+        return await self._in_thread(self._commits, partial(self._book.budget_use, keys, but=source, now=utc_now()))
 
     # The registry itself
 

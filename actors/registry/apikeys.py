@@ -12,7 +12,7 @@ import hashlib
 import re
 import secrets
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Final, Literal, get_args
 
@@ -71,6 +71,12 @@ class Secret:
     def sha256(self) -> str:
         """What is kept of it."""
         return sha256_of(self.text)
+
+
+def period_start(period: Period, now: datetime) -> datetime:
+    """Where the day or month of `now` begins, in UTC: from there on a budget is counted."""
+    day = now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    return day.replace(day=1) if period == "month" else day
 
 
 def sha256_of(secret: str) -> str:

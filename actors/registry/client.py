@@ -45,7 +45,7 @@ from actors.registry.facts import (
 )
 from actors.registry.lineage import Link
 from actors.registry.rules import Adopt, BeginGate, CreateKey, Pin, Promote, Register, Retire, RevokeKey, Rollback
-from actors.registry.serving import ServingReport
+from actors.registry.serving import BudgetUse, ServingReport
 from actors.registry.snapshot import Change, Snapshot, Split
 from actors.registry.upload import admit
 from actors.registry.views import Collection, HistoryEntry, LiveView, ModelView, RegistryStatus, RunView, VersionView
@@ -318,6 +318,10 @@ class RegistryHandle:
     async def report(self, report: ServingReport) -> None:
         """Tell which versions this server holds and what traffic they have had."""
         await self._call(type(None), "report", report)
+
+    async def budget_use(self, source: str) -> dict[str, BudgetUse]:
+        """What every live key with a budget has used of it, by all servers but `source`."""
+        return await self._call(dict, "budget_use", source)
 
     async def show(self, reference: str) -> VersionView:
         """All about the version that `name`, `name@alias` or `name/3` means."""

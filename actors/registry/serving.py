@@ -1,17 +1,34 @@
-"""Which replicas hold which versions, and what traffic the versions have had: reported by servers, kept in SQL.
+"""Which replicas hold which versions, what traffic the versions have had, and what each API key has used.
+
+Reported by servers, kept in SQL.
 
 These are measurements, not decisions: they stand in tables beside the log, are overwritten as they grow, and
 nothing in the state machine depends on them. A report may come twice or late; it carries totals, not differences.
 This module knows SQL; it knows neither Ray nor the log.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import Final
 
 from pydantic import Field
-from sqlalchemy import BigInteger, Column, Connection, Engine, MetaData, String, Table, insert, inspect, select, update
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    String,
+    Table,
+    func,
+    insert,
+    inspect,
+    select,
+    update,
+)
 
+from actors.registry.apikeys import ApiKey, Period, period_start
 from cluster.config import Config
 from cluster.database import create_tables, transaction
 
@@ -34,6 +51,17 @@ _TRAFFIC: Final = Table(
     Column("version", String(255), primary_key=True),
     Column("hour", String(40), primary_key=True),
     *(Column(name, BigInteger, nullable=False) for name in _COUNTS),
+)
+
+_KEY_COUNTS: Final = ("requests", "prompt_tokens", "completion_tokens", "estimated_tokens")
+_KEY_USE: Final = Table(
+    "registry_key_use",
+    _SCHEMA,
+    # The hour first: the primary key's index then finds a period, whatever is older.
+    Column("hour", String(40), primary_key=True),
+    Column("source", String(255), primary_key=True),
+    Column("key", String(255), primary_key=True),
+    *(Column(name, BigInteger, nullable=False) for name in _KEY_COUNTS),
 )
 
 
@@ -64,16 +92,49 @@ class Traffic(Config):
         return self.hour.astimezone(UTC).date()
 
 
+class KeyUse(Config):
+    """What an API key was charged within one hour, by UTC.
+
+    `estimated_tokens` are those of answers whose client left before the engine had counted them.
+    """
+
+    key_id: str
+    hour: datetime
+    requests: int = Field(default=0, ge=0)
+    prompt_tokens: int = Field(default=0, ge=0)
+    completion_tokens: int = Field(default=0, ge=0)
+    estimated_tokens: int = Field(default=0, ge=0)
+
+    @property
+    def tokens(self) -> int:
+        """What counts for a budget."""
+        return self.prompt_tokens + self.completion_tokens + self.estimated_tokens
+
+    @property
+    def day(self) -> date:
+        """The UTC day."""
+        return self.hour.astimezone(UTC).date()
+
+
+@dataclass(frozen=True)
+class BudgetUse:
+    """Tokens that a key was charged in the period of its budget that began at `since`."""
+
+    since: datetime
+    tokens: int
+
+
 class ServingReport(Config):
     """What a server says of itself. `holds`: the versions that it holds now; None: it holds none by its nature.
 
-    `traffic` are its totals so far of each hour that has changed since its last report.
+    `traffic` and `keys` are its totals so far of each hour that has changed since its last report.
     """
 
     source: str
     node: str
     holds: tuple[str, ...] | None = None
     traffic: tuple[Traffic, ...] = ()
+    keys: tuple[KeyUse, ...] = ()
 
 
 class ServingBook:
@@ -89,7 +150,9 @@ class ServingBook:
             if report.holds is not None:
                 _enter_holdings(connection, report, _text(at))
             for row in report.traffic:
-                _put_traffic(connection, report.source, row)
+                _put_totals(connection, _TRAFFIC, row, source=report.source, version=row.version_id)
+            for use in report.keys:
+                _put_totals(connection, _KEY_USE, use, source=report.source, key=use.key_id)
 
     def close_unseen(self, *, before: datetime) -> None:
         """End the holdings of replicas that have said nothing since `before`: they ended when last seen."""
@@ -103,6 +166,20 @@ class ServingBook:
     def read(self) -> tuple[list[Holding], list[Traffic]]:
         """All holdings, oldest first, and the traffic of all servers together by version and hour."""
         return read_serving(self._engine)
+
+    def budget_use(self, keys: Iterable[ApiKey], *, but: str, now: datetime) -> dict[str, BudgetUse]:
+        """What each of `keys` that has a budget has used of its period, by all servers but `but`."""
+        found: dict[str, BudgetUse] = {}
+        by_period: dict[Period, list[str]] = {}
+        for key in keys:
+            if key.budget_period is not None:
+                by_period.setdefault(key.budget_period, []).append(key.id)
+        with transaction(self._engine) as connection:
+            for period, ids in by_period.items():
+                since = period_start(period, now)
+                used = _used_since(connection, since, but=but)
+                found |= {id: BudgetUse(since, used.get(id, 0)) for id in ids}
+        return found
 
     def close(self) -> None:
         """Let go of connections."""
@@ -137,6 +214,24 @@ def read_serving(engine: Engine) -> tuple[list[Holding], list[Traffic]]:
     )
 
 
+def read_key_use(engine: Engine) -> list[KeyUse]:
+    """What keys were charged by all servers together, by key and hour; nothing if none has reported."""
+    if not inspect(engine).has_table(_KEY_USE.name):
+        return []
+    sums = [func.sum(_KEY_USE.c[name]).label(name) for name in _KEY_COUNTS]
+    asked = select(_KEY_USE.c.key, _KEY_USE.c.hour, *sums).group_by(_KEY_USE.c.key, _KEY_USE.c.hour)
+    with transaction(engine) as connection:
+        rows = connection.execute(asked.order_by(_KEY_USE.c.key, _KEY_USE.c.hour)).all()
+    return [
+        KeyUse(
+            key_id=row.key,
+            hour=datetime.fromisoformat(row.hour),
+            **{name: int(getattr(row, name)) for name in _KEY_COUNTS},
+        )
+        for row in rows
+    ]
+
+
 def merged(rows: Iterable[Traffic]) -> list[Traffic]:
     """One row per version and hour, in that order; counts of several servers are added."""
     totals: dict[tuple[str, datetime], dict[str, int]] = {}
@@ -160,14 +255,21 @@ def _enter_holdings(connection: Connection, report: ServingReport, now: str) -> 
         )
 
 
-def _put_traffic(connection: Connection, source: str, row: Traffic) -> None:
-    key = {"source": source, "version": row.version_id, "hour": _text(row.hour)}
-    counts = {name: getattr(row, name) for name in _COUNTS}
-    mine = [_TRAFFIC.c[name] == value for name, value in key.items()]
+def _put_totals(connection: Connection, table: Table, row: Traffic | KeyUse, **key: str) -> None:
+    """Write the totals of one hour down."""
+    whole = {**key, "hour": _text(row.hour)}
+    counts = {name: getattr(row, name) for name in (_COUNTS if isinstance(row, Traffic) else _KEY_COUNTS)}
+    mine = [table.c[name] == value for name, value in whole.items()]
     # Written first, so that SQLite takes its lock at once. Totals only grow: a late report takes nothing back.
-    connection.execute(update(_TRAFFIC).where(*mine, _TRAFFIC.c.requests <= row.requests).values(**counts))
-    if connection.execute(select(_TRAFFIC.c.requests).where(*mine)).first() is None:
-        connection.execute(insert(_TRAFFIC).values(**key, **counts))
+    connection.execute(update(table).where(*mine, table.c.requests <= row.requests).values(**counts))
+    if connection.execute(select(table.c.requests).where(*mine)).first() is None:
+        connection.execute(insert(table).values(**whole, **counts))
+
+
+def _used_since(connection: Connection, since: datetime, *, but: str) -> Mapping[str, int]:
+    tokens = func.sum(_KEY_USE.c.prompt_tokens + _KEY_USE.c.completion_tokens + _KEY_USE.c.estimated_tokens)
+    asked = select(_KEY_USE.c.key, tokens).where(_KEY_USE.c.hour >= _text(since), _KEY_USE.c.source != but)
+    return {key: int(used) for key, used in connection.execute(asked.group_by(_KEY_USE.c.key))}
 
 
 def _text(moment: datetime) -> str:

@@ -2,11 +2,11 @@
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Final, Literal
 
-from actors.registry.apikeys import Period, Role
+from actors.registry.apikeys import Period, Role, period_start
 from actors.registry.facts import (
     AliasMove,
     ApiKeyCreated,
@@ -29,7 +29,7 @@ from actors.registry.facts import (
 from actors.registry.gc import Item
 from actors.registry.lineage import Link, chain
 from actors.registry.mirror import MirrorStatus
-from actors.registry.serving import Holding, Traffic
+from actors.registry.serving import Holding, KeyUse, Traffic
 from actors.registry.snapshot import Kind, Split, heaviest, resolve
 from actors.registry.state import State, snapshot, unknown, version_of
 from cluster.config import Config
@@ -69,6 +69,35 @@ class KeyView(Config):
     revoked_at: datetime | None
     revoked_by: str | None
     why: str | None
+
+
+class UseView(Config):
+    """What an API key was charged in some time."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    estimated_tokens: int = 0
+    """Of answers whose client left before they were counted."""
+
+    @property
+    def tokens(self) -> int:
+        """What counts for a budget."""
+        return self.prompt_tokens + self.completion_tokens + self.estimated_tokens
+
+
+class KeyUseView(Config):
+    """One API key and what it was charged, as its gateways have reported. `budget_used`: None without a budget."""
+
+    id: str
+    name: str
+    today: UseView
+    month: UseView
+    total: UseView
+    days: dict[date, UseView]
+    budget_tokens: int | None
+    budget_period: Period | None
+    budget_used: int | None
 
 
 class RunView(Config):
@@ -180,6 +209,31 @@ class RegistryStatus(Config):
     running: tuple[str, ...]
     """Ids of runs that go on."""
     mirror: MirrorStatus | None
+
+
+def key_use(key: KeyView, uses: Iterable[KeyUse], now: datetime) -> KeyUseView:
+    """What one key was charged in this UTC day, this month, and by day; `uses` may hold other keys', too."""
+    mine = [use for use in uses if use.key_id == key.id]
+    days = {day: _added(use for use in mine if use.day == day) for day in sorted({use.day for use in mine})}
+    periods: dict[Period, UseView] = {
+        period: _added(use for use in mine if use.hour >= period_start(period, now)) for period in ("day", "month")
+    }
+    return KeyUseView(
+        id=key.id,
+        name=key.name,
+        today=periods["day"],
+        month=periods["month"],
+        total=_added(mine),
+        days=days,
+        budget_tokens=key.budget_tokens,
+        budget_period=key.budget_period,
+        budget_used=periods[key.budget_period].tokens if key.budget_period else None,
+    )
+
+
+def _added(uses: Iterable[KeyUse]) -> UseView:
+    found = list(uses)
+    return UseView(**{name: sum(getattr(use, name) for use in found) for name in UseView.model_fields})
 
 
 def keys(state: State) -> tuple[KeyView, ...]:

@@ -1,7 +1,8 @@
 """`flywheel keys`: the API keys that the gateway lets in, what each may ask for, and how much.
 
-Reading needs no cluster. Writing goes through the registry actor, the only writer; if no cluster runs, one is started
-for the moment that takes. Gateways that run learn of it within a moment, as they learn of an alias.
+Reading needs no cluster; what keys have used is as fresh as the last reports of the gateways. Writing goes through the
+registry actor, the only writer; if no cluster runs, one is started for the moment that takes. Gateways that run learn
+of it within a moment, as they learn of an alias.
 """
 
 import re
@@ -14,14 +15,15 @@ from rich.text import Text
 
 from actors.registry import views
 from actors.registry.apikeys import ROLES, ApiKey, Secret
-from actors.registry.reader import read_state
+from actors.registry.reader import read_state, read_uses
 from actors.registry.rules import CreateKey, RevokeKey, decide
 from app.cli.models_change import Reason
 from app.cli.output import AsJson, show, table
-from cluster.errors import ConfigError
+from cluster.config import nearest
+from cluster.errors import ConfigError, RequestError
 from cluster.storage import Home
 
-EXAMPLES = "Examples: `flywheel keys create laptop` · `flywheel keys list` · `flywheel keys revoke ID --reason lost`"
+EXAMPLES = "Examples: `flywheel keys create laptop` · `flywheel keys usage` · `flywheel keys revoke ID --reason lost`"
 cli = typer.Typer(help="API keys: who may ask the gateway, for what, how often.", no_args_is_help=True, epilog=EXAMPLES)
 _EXPIRY = re.compile(r"([0-9]{1,5})([hd])")
 
@@ -79,21 +81,76 @@ def list_keys(
     revoked: Annotated[bool, typer.Option("--revoked", help="Also those that are revoked or expired.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Every API key that is let in, with what it opens and its limits. Never its secret."""
-    now = datetime.now(UTC)
-    known = views.keys(read_state(Home.current()))
+    """Every API key that is let in, with what it opens, its limits, and the use of its budget. Never its secret."""
+    home, now = Home.current(), datetime.now(UTC)
+    known = views.keys(read_state(home))
     shown = [key for key in known if revoked or _standing(key, now) == "live"]
+    uses = read_uses(home)
+    used = {key.id: views.key_use(key, uses, now) for key in shown}
 
     def render(console: Console) -> None:
         if not shown:
             console.print("No API key is let in. `flywheel keys create NAME` makes one.")
             return
         columns = ["id", "name", "opens", "limits", "standing"]
-        rows = [(key.id, key.name, _opens(key.roles, key.models), _limits(key), _standing(key, now)) for key in shown]
+        rows = [
+            (key.id, key.name, _opens(key.roles, key.models), _limits(key, used[key.id]), _standing(key, now))
+            for key in shown
+        ]
         console.print(table("API keys", columns, rows))
 
-    listed = [{**key.model_dump(mode="json"), "standing": _standing(key, now).partition(":")[0]} for key in shown]
+    listed = [
+        {
+            **key.model_dump(mode="json"),
+            "standing": _standing(key, now).partition(":")[0],
+            "budget_used": used[key.id].budget_used,
+        }
+        for key in shown
+    ]
     show({"keys": listed}, render, as_json=as_json)
+
+
+@cli.command(epilog="Example: `flywheel keys usage ci --json`")
+def usage(
+    name: Annotated[str | None, typer.Argument(help="Name or id of keys; left out: all that were used.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What keys were charged, as gateways have reported it: by key; with a NAME also by UTC day."""
+    home, now = Home.current(), datetime.now(UTC)
+    known = views.keys(read_state(home))
+    asked = [key for key in known if name in (None, key.name, key.id)]
+    if not asked and name is not None:
+        near = nearest(name, [key.name for key in known])
+        raise RequestError(
+            f"There is no API key {name!r}.",
+            status=404,
+            hint=f"Did you mean {near!r}?" if near else "`flywheel keys list --revoked` shows all there are.",
+        )
+    uses = read_uses(home)
+    found = [view for key in asked if (view := views.key_use(key, uses, now)).total.requests or name is not None]
+
+    def render(console: Console) -> None:
+        if not found:
+            console.print("No gateway has reported a request with an API key.")
+            return
+        columns = ["id", "name", "requests today", "tokens today", "requests this month", "tokens this month", "budget"]
+        rows = [
+            (
+                *(view.id, view.name, view.today.requests, view.today.tokens),
+                *(view.month.requests, view.month.tokens, _budget(view)),
+            )
+            for view in found
+        ]
+        console.print(table("Use of API keys (UTC)", columns, rows))
+        for view in found if name is not None else ():
+            columns = ["day", "requests", "prompt tokens", "completion tokens", "estimated tokens"]
+            days = [
+                (day, use.requests, use.prompt_tokens, use.completion_tokens, use.estimated_tokens)
+                for day, use in view.days.items()
+            ]
+            console.print(table(f"{view.id} by day", columns, days))
+
+    show({"keys": [view.model_dump(mode="json") for view in found]}, render, as_json=as_json)
 
 
 @cli.command(epilog="Example: `flywheel keys revoke key-3f9c0a61b27d --reason 'it was in a log'`")
@@ -126,10 +183,15 @@ def _opens(roles: tuple[str, ...], models: tuple[str, ...]) -> str:
     return f"{', '.join(roles)} on {', '.join('every model' if each == '*' else each for each in models)}"
 
 
-def _limits(key: views.KeyView) -> str:
+def _limits(key: views.KeyView, use: views.KeyUseView) -> str:
     limits = [f"{key.rpm} requests/min" if key.rpm else "", f"{key.tpm} tokens/min" if key.tpm else ""]
-    budget = f"{key.budget_tokens} tokens/{key.budget_period}" if key.budget_tokens else ""
-    return "\n".join(filter(None, (*limits, budget))) or "none"
+    return "\n".join(filter(None, (*limits, _budget(use)))) or "none"
+
+
+def _budget(use: views.KeyUseView) -> str:
+    if use.budget_tokens is None:
+        return ""
+    return f"{use.budget_tokens} tokens/{use.budget_period}\n({use.budget_used} used)"
 
 
 def _period(text: str | None) -> str | None:

@@ -194,9 +194,10 @@ class Account:
     reservation: Reservation
     trace: Trace
 
-    def settle(self, used: int) -> None:
-        self.turn.used = used
-        self.reservation.settle(used)
+    def settle(self, prompt: int, completion: int) -> None:
+        self.trace.prompt_tokens, self.trace.completion_tokens = prompt, completion
+        self.turn.used = prompt + completion
+        self.reservation.settle(prompt, completion)
 
 
 async def _answered(
@@ -237,8 +238,7 @@ def _whole(answer: dict[str, Any], target: Target, parts: Parts, account: Accoun
     usage = answer.get("usage") or {}
     prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     parts.metrics.tokens(model=target.model, version=target.version, prompt=prompt, completion=completion)
-    account.trace.prompt_tokens, account.trace.completion_tokens = prompt, completion
-    account.settle(prompt + completion)
+    account.settle(prompt, completion)
     return JSONResponse(
         stamped(answer, model=target.model, version=target.version), headers={VERSION_HEADER: target.version}
     )
@@ -285,10 +285,8 @@ async def _events(
 
 def _settle(account: Account, assembler: StreamAssembler) -> None:
     """By the usage, which is the last thing that a stream says. Who leaves before it does not get the rest for free."""
-    account.trace.prompt_tokens = assembler.usage.prompt_tokens
-    account.trace.completion_tokens = assembler.usage.completion_tokens
-    if used := assembler.usage.prompt_tokens + assembler.usage.completion_tokens:
-        account.settle(used)
+    if assembler.usage.prompt_tokens + assembler.usage.completion_tokens:
+        account.settle(assembler.usage.prompt_tokens, assembler.usage.completion_tokens)
     elif assembler.fault is None:
         account.reservation.keep()
 

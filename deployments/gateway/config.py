@@ -13,6 +13,8 @@ class GatewayConfig(Config):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
+    replicas: int = Field(default=1, ge=1)
+    """Gateways behind the one address. Each lets a key have its share of its requests and tokens a minute."""
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Longest answer, from the request to its last byte."""
     body_timeout_s: float = Field(default=30.0, gt=0)

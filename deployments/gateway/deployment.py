@@ -1,21 +1,25 @@
 """The gateway as a Serve deployment: builds the ports from handles, and the app from the ports. No routes here."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from actors.registry.client import RegistryHandle
-from actors.registry.serving import ServingReport
+from actors.registry.serving import BudgetUse, ServingReport
 from cluster.models import served_name
 from deployments.config import ServeConfig
 from deployments.gateway.admission import Admission
 from deployments.gateway.app import Backend, Parts, create_app
+from deployments.gateway.budgets import EVERY_S, BudgetFeed
 from deployments.gateway.handles import CollectionsHandle, EmbedderHandle, EngineHandle
+from deployments.gateway.limits import Limiter
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served
+from deployments.gateway.usage import KeyUsage
 from deployments.logs import join_serve
-from deployments.reporting import Reporter, whoami
+from deployments.reporting import Reporter, siblings, whoami
 from deployments.snapshot import SnapshotFeed
 
 FIRST_SNAPSHOT_WAIT_S = 5.0
@@ -35,7 +39,10 @@ class Gateway:
     ) -> None:
         join_serve(own_access_lines=True)
         self._config = config.gateway
-        feed = SnapshotFeed(RegistryHandle(patience_s=REGISTRY_PATIENCE_S), poll_s=config.gateway.snapshot_poll_s)
+        registry = RegistryHandle(patience_s=REGISTRY_PATIENCE_S)
+        feed = SnapshotFeed(registry, poll_s=config.gateway.snapshot_poll_s)
+        self._keys = KeyUsage()
+        self._limiter = Limiter(replicas=siblings(), charged=self._keys.charged, hear_first=True)
         self._parts = Parts(
             served=Served(
                 bases=tuple(
@@ -53,16 +60,28 @@ class Gateway:
             },
             embedder=EmbedderHandle(embedding) if embedding else None,
             collections=CollectionsHandle(search) if search else None,
+            limiter=self._limiter,
         )
         await feed.start(wait_s=FIRST_SNAPSHOT_WAIT_S)
         self._source, self._node = whoami()
-        usage = self._parts.metrics.usage
-        self._reporter = Reporter(self._traffic, lambda report: usage.reported(report.traffic))
+        self._reporter = Reporter(self._used, self._reported, every_s=EVERY_S)
         self._reporter.start()
+        self._budgets = BudgetFeed(lambda: registry.budget_use(self._source), self._learn)
+        await self._budgets.start(wait_s=FIRST_SNAPSHOT_WAIT_S)
 
-    def _traffic(self) -> ServingReport | None:
-        rows = self._parts.metrics.usage.changed()
-        return ServingReport(source=self._source, node=self._node, traffic=rows) if rows else None
+    def _used(self) -> ServingReport | None:
+        traffic, keys = self._parts.metrics.usage.changed(), self._keys.changed()
+        if not traffic and not keys:
+            return None
+        return ServingReport(source=self._source, node=self._node, traffic=traffic, keys=keys)
+
+    def _reported(self, report: ServingReport) -> None:
+        self._parts.metrics.usage.reported(report.traffic)
+        self._keys.reported(report.keys)
+
+    def _learn(self, elsewhere: Mapping[str, BudgetUse]) -> None:
+        self._limiter.learn(elsewhere)
+        self._limiter.share(siblings())
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Ray's hook for an ingress whose app needs the replica's handles."""

@@ -10,9 +10,13 @@ have overflowed meanwhile is not given back, or long idle reservations would let
 whether it succeeds or not; its tokens only as far as they were used. More tokens than were reserved are a debt, paid
 before the next request.
 
-Every gateway replica counts alone and enforces its share, limit / replicas (at least one request at a time), so that
-together they keep the limit without asking each other; a key whose requests all reach one replica gets that share
-only. Budgets are counted from the usage that this replica has seen since it started.
+Requests and tokens a minute: every gateway replica counts alone and enforces its share, limit / replicas (at least one
+request at a time), so that together they keep the limit without asking each other; a key whose requests all reach one
+replica gets that share only.
+
+Budgets are one for all replicas and outlive them: a replica counts what it has charged itself since it started, and
+`learn`s what all others have, also its own earlier lives, as of a few seconds ago (`budgets`). So they overrun a budget
+by no more than what the others charged since then.
 
 Whole numbers throughout, so nothing is gained or lost by rounding. Used from one event loop. Pure but for its clocks.
 """
@@ -24,8 +28,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from actors.registry.apikeys import ApiKey, Period
-from cluster.errors import RequestError
+from actors.registry.apikeys import ApiKey, Period, period_start
+from actors.registry.serving import BudgetUse
+from cluster.errors import DependencyError, RequestError
+from deployments.gateway.usage import Charge
 
 _SECOND_NS: Final = 1_000_000_000
 _MINUTE_NS: Final = 60 * _SECOND_NS
@@ -66,6 +72,8 @@ class _Hold:
     """Tokens that were taken for a request which goes on, and how full the bucket has been since."""
 
     tokens: int
+    cost: int
+    """Of one token when they were taken."""
     peak: int
 
 
@@ -74,11 +82,17 @@ class Bucket:
 
     def __init__(self, limit: int, *, replicas: int = 1, now_ns: int = 0) -> None:
         self._limit = limit
-        self._cost = _MINUTE_NS * replicas
-        self._capacity = max(limit * _MINUTE_NS, self._cost)
-        self._level = self._capacity
         self._at = now_ns
         self._open: set[_Hold] = set()
+        self._level = 0
+        self.share(replicas)
+        self._level = self._capacity
+
+    def share(self, replicas: int) -> None:
+        """From now on it is one of so many."""
+        self._cost = _MINUTE_NS * replicas
+        self._capacity = max(self._limit * _MINUTE_NS, self._cost)
+        self._level = min(self._level, self._capacity)
 
     @property
     def most(self) -> int:
@@ -106,7 +120,7 @@ class Bucket:
         """Take what `wait_ns` has said is there; `settle` it when it is known what it cost."""
         self._fill(now_ns)
         self._level -= tokens * self._cost
-        hold = _Hold(tokens, self._level)
+        hold = _Hold(tokens, self._cost, self._level)
         self._open.add(hold)
         return hold
 
@@ -114,7 +128,7 @@ class Bucket:
         """The request is over; it has cost `used`."""
         self._fill(now_ns)
         self._open.remove(hold)
-        back = (hold.tokens - used) * self._cost
+        back = (hold.tokens - used) * hold.cost
         if back > 0:
             # Had it never been taken, the bucket would have stood higher by it, and spilled what is above the brim.
             back = min(back, self._capacity - hold.peak)
@@ -131,19 +145,23 @@ class Bucket:
 
 
 class Budget:
-    """So many tokens for each day or month, in UTC."""
+    """So many tokens for each day or month, in UTC: what this replica has charged, and what it has heard of others."""
 
-    def __init__(self, tokens: int, period: Period, *, replicas: int = 1) -> None:
-        self.share = max(1, tokens // replicas)
-        self._period = period
+    def __init__(self, tokens: int, period: Period) -> None:
+        self.tokens = tokens
+        self.elsewhere: BudgetUse | None = None
+        """What all others have charged."""
+        self._period: Period = period
         self._from = datetime.min.replace(tzinfo=UTC)
         self._used = 0
         self._held = 0
 
     def left(self, now: datetime) -> int:
         """What is neither used nor held by requests that go on."""
-        self._turn(now)
-        return max(0, self.share - self._used - self._held)
+        since = self._turn(now)
+        # Of another period, if the registry's clock turns a moment before ours, or has not been asked since.
+        others = self.elsewhere.tokens if self.elsewhere is not None and self.elsewhere.since == since else 0
+        return max(0, self.tokens - self._used - self._held - others)
 
     def ends_in_s(self, now: datetime) -> float:
         """Seconds until the next period."""
@@ -163,8 +181,7 @@ class Budget:
         self._used += used
 
     def _turn(self, now: datetime) -> datetime:
-        start = now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-        start = start.replace(day=1) if self._period == "month" else start
+        start = period_start(self._period, now)
         if start > self._from:  # a clock that goes back begins no period again
             self._from, self._used = start, 0
         return self._from
@@ -172,6 +189,7 @@ class Budget:
 
 @dataclass
 class _Allowance:
+    key_id: str
     requests: Bucket | None
     tokens: Bucket | None
     budget: Budget | None
@@ -190,35 +208,61 @@ class Reservation:
     """`x-ratelimit-…` as OpenAI names them, of this replica's share, as it stood when the request came in."""
     _ended: bool = False
 
-    def settle(self, used: int) -> None:
-        """It has cost `used` tokens."""
-        if not self._ended:
-            self._ended = True
-            self._limiter.end(self._allowance, self._hold, self.tokens, used)
+    def settle(self, prompt: int, completion: int = 0) -> None:
+        """It has cost so many tokens."""
+        self._end(Charge(prompt, completion))
 
     def keep(self) -> None:
         """Nobody will know what it has cost: it stays at the estimate."""
-        self.settle(self.tokens)
+        self._end(Charge(estimated=self.tokens))
 
     def refund(self) -> None:
         """It has cost no tokens."""
-        self.settle(0)
+        self._end(Charge())
+
+    def _end(self, charge: Charge) -> None:
+        if not self._ended:
+            self._ended = True
+            self._limiter.end(self._allowance, self._hold, self.tokens, charge)
 
 
 class Limiter:
-    """The limits of all keys at one gateway replica of `replicas`."""
+    """The limits of all keys at one gateway replica of `replicas`.
+
+    `charged` is told of every request that has ended. With `hear_first` a key with a budget is let in only once it is
+    known what others have used of it (`learn`): a gateway that was restarted must not begin at nothing.
+    """
 
     def __init__(
         self,
         *,
         replicas: int = 1,
+        charged: Callable[[str, Charge], None] = lambda *_: None,
+        hear_first: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._replicas = replicas
+        self._charged = charged
+        self._heard = not hear_first
+        self._elsewhere: Mapping[str, BudgetUse] = {}
         self._clock_ns = clock_ns
         self._now = now
         self._allowances: dict[str, _Allowance] = {}
+
+    def learn(self, elsewhere: Mapping[str, BudgetUse]) -> None:
+        """What all other gateways have charged to budgets, by key id."""
+        self._elsewhere, self._heard = elsewhere, True
+
+    def share(self, replicas: int) -> None:
+        """From now on this is one of so many gateway replicas."""
+        if replicas == self._replicas:
+            return
+        self._replicas = replicas
+        for allowance in self._allowances.values():
+            for bucket in (allowance.requests, allowance.tokens):
+                if bucket is not None:
+                    bucket.share(replicas)
 
     def reserve(self, key: ApiKey, tokens: int) -> Reservation:
         """Take one request and `tokens`; `RequestError` 429 (`rate_limit_exceeded`, `insufficient_quota`) if not."""
@@ -241,20 +285,22 @@ class Limiter:
             allowance.budget.hold(tokens)
         return Reservation(self, allowance, hold, tokens, _headers(allowance, now_ns))
 
-    def end(self, allowance: _Allowance, hold: _Hold | None, held: int, used: int) -> None:
+    def end(self, allowance: _Allowance, hold: _Hold | None, held: int, charge: Charge) -> None:
         """For `Reservation`."""
         if allowance.tokens is not None and hold is not None:
-            allowance.tokens.settle(hold, used, self._clock_ns())
+            allowance.tokens.settle(hold, charge.tokens, self._clock_ns())
         if allowance.budget is not None:
-            allowance.budget.settle(held, used, self._now())
+            allowance.budget.settle(held, charge.tokens, self._now())
+        if allowance.key_id:  # a caller without a key has none to charge
+            self._charged(allowance.key_id, charge)
 
     def _of(self, key: ApiKey, now_ns: int) -> _Allowance:
         found = self._allowances.get(key.id)
         if found is None:
             budget = None
             if key.budget_tokens is not None and key.budget_period is not None:
-                budget = Budget(key.budget_tokens, key.budget_period, replicas=self._replicas)
-            found = _Allowance(self._bucket(key.rpm, now_ns), self._bucket(key.tpm, now_ns), budget)
+                budget = Budget(key.budget_tokens, key.budget_period)
+            found = _Allowance(key.id, self._bucket(key.rpm, now_ns), self._bucket(key.tpm, now_ns), budget)
             self._allowances[key.id] = found
         return found
 
@@ -264,11 +310,17 @@ class Limiter:
     def _require_budget(self, key: ApiKey, allowance: _Allowance, tokens: int) -> None:
         if allowance.budget is None:
             return
+        if not self._heard:
+            raise DependencyError(
+                f"This gateway has not heard yet what the API key {key.name!r} has used of its budget.",
+                hint="Try again soon; `flywheel status` says whether the registry runs.",
+            )
         now = self._now()
+        allowance.budget.elsewhere = self._elsewhere.get(key.id)
         left = allowance.budget.left(now)
         if tokens > left:
             raise RequestError(
-                f"The API key {key.name!r} has {left} tokens left of {allowance.budget.share} this "
+                f"The API key {key.name!r} has {left} tokens left of {allowance.budget.tokens} this "
                 f"{key.budget_period}; this request may need {tokens}.",
                 status=429,
                 code="insufficient_quota",

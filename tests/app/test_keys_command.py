@@ -4,7 +4,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from actors.registry.facts import ApiKeyCreated, ApiKeyRevoked
 from actors.registry.ledger import Ledger
 from actors.registry.reader import read_state
 from actors.registry.rules import CreateKey, RevokeKey
+from actors.registry.serving import KeyUse, ServingBook, ServingReport
 from actors.registry.store import SqlEventStore
 from app.cli import keys, output
 from app.pipelines import registry as pipeline
 from cluster import environment
-from cluster.database import sqlite_uri
+from cluster.database import open_engine, sqlite_uri
 from cluster.errors import ConfigError, FlywheelError, RequestError, StateError
 from cluster.storage import Home
 
@@ -114,6 +115,31 @@ def test_a_revoked_key_leaves_the_list_unless_asked_for(run: Any) -> None:
         run("revoke", made["id"], "--reason", "again")
 
 
+def test_use_is_shown_by_key_and_by_day_and_beside_the_budget(home: Home, run: Any) -> None:
+    assert "No gateway" in run("usage")
+    budget = ("--budget-tokens", "500", "--per", "month")
+    made, idle = (json.loads(run("create", name, *budget, "--json")) for name in ("ci", "idle"))
+    assert json.loads(run("usage", "--json"))["keys"] == []
+    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    rows = (
+        KeyUse(key_id=made["id"], hour=now, requests=2, prompt_tokens=30, completion_tokens=4, estimated_tokens=1),
+        KeyUse(key_id=made["id"], hour=now - timedelta(days=40), requests=1, prompt_tokens=1000),
+    )
+    book = ServingBook(open_engine(sqlite_uri(home.registry_database)))
+    book.enter(ServingReport(source="gateway#a", node="n", keys=rows), at=now)
+    book.close()
+    (used,) = json.loads(run("usage", "--json"))["keys"]
+    assert used["today"] == {"requests": 2, "prompt_tokens": 30, "completion_tokens": 4, "estimated_tokens": 1}
+    assert (used["month"]["requests"], used["total"]["prompt_tokens"]) == (2, 1030)
+    assert (used["budget_used"], sorted(used["days"])[-1]) == (35, now.date().isoformat())
+    assert "35 used" in run("list")
+    listed = {key["id"]: key["budget_used"] for key in json.loads(run("list", "--json"))["keys"]}
+    assert listed == {made["id"]: 35, idle["id"]: 0}
+    by_day = run("usage", made["id"])
+    assert str(now.date()) in by_day
+    assert str((now - timedelta(days=40)).date()) in by_day
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
@@ -124,6 +150,7 @@ def test_a_revoked_key_leaves_the_list_unless_asked_for(run: Any) -> None:
         (("create", "ci", "--expires", "soon"), ConfigError, "'soon'"),
         (("create", "ci", "--expires", "0d"), ConfigError, "'0d'"),
         (("revoke", "key-9", "--reason", "x"), RequestError, "'key-9'"),
+        (("usage", "nobody"), RequestError, "'nobody'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_cluster_is_started(
