@@ -118,7 +118,7 @@ def deploy_config(config: ServeConfig) -> dict[str, Any]:
                 "route_prefix": "/",
                 "import_path": IMPORT_PATH,
                 "args": config.model_dump(mode="json", exclude_none=True),
-                "runtime_env": {"env_vars": environment.for_workers()},
+                "runtime_env": {"env_vars": environment.for_deployments()},
             }
         ],
     }
