@@ -25,6 +25,11 @@ from deployments.search.server import build as build_search
 IMPORT_PATH = "deployments.application:build"
 GATEWAY_REQUESTS = 1000
 """Requests that one gateway replica has in hand; it waits much and computes little."""
+_GATEWAY_ENVIRONMENT = {
+    # One event loop. The gateway never blocks, and each piece of a stream would change threads on its way out.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 SHUTDOWN_WAIT_S = 60
 ANSWER_WAIT_S = 30.0
 _EXCEPTION = re.compile(r"^(?:cluster\.errors\.\w+: (?=.)|(?=[\w.]+(?:Error|Exception): ))(.+)$", re.MULTILINE)
@@ -42,7 +47,10 @@ def build(config: ServeConfig) -> Application:
         name="gateway",
         max_ongoing_requests=GATEWAY_REQUESTS,
         graceful_shutdown_timeout_s=SHUTDOWN_WAIT_S,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment.for_workers()}},
+        ray_actor_options={
+            "num_cpus": 0,
+            "runtime_env": {"env_vars": {**environment.for_workers(), **_GATEWAY_ENVIRONMENT}},
+        },
     )
     return gateway.bind(config, llm, embedding, search)
 
