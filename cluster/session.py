@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -93,6 +94,8 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
             retryable=False,
         )
     owned = target is None
+    if owned:
+        _prepare_haproxy()
     common: dict[str, Any] = {
         "namespace": NAMESPACE,
         "log_to_driver": False,
@@ -149,6 +152,29 @@ def _ensure_token() -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomically(path, secrets.token_hex(32))
         path.chmod(0o600)
+
+
+def _prepare_haproxy() -> None:
+    """A folder that is nobody else's for its sockets, and a port for the proxy behind it: clusters share a machine."""
+    folder = environment.haproxy_folder()
+    if folder is None:
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} is where HAProxy's sockets belong, but others may write there.",
+            hint=f"Remove it, or set {environment.HAPROXY_SWITCH}=0.",
+        )
+    if environment.FALLBACK_PORT not in os.environ:
+        os.environ[environment.FALLBACK_PORT] = str(free_port())
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of `host` that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def default_cpus() -> int:

@@ -25,6 +25,11 @@ from deployments.search.server import build as build_search
 IMPORT_PATH = "deployments.application:build"
 GATEWAY_REQUESTS = 1000
 """Requests that one gateway replica has in hand; it waits much and computes little."""
+_GATEWAY_ENVIRONMENT = {
+    # One event loop. The gateway never blocks, and each piece of a stream would change threads on its way out.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 SHUTDOWN_WAIT_S = 60
 ANSWER_WAIT_S = 30.0
 _EXCEPTION = re.compile(r"^(?:cluster\.errors\.\w+: (?=.)|(?=[\w.]+(?:Error|Exception): ))(.+)$", re.MULTILINE)
@@ -43,7 +48,10 @@ def build(config: ServeConfig) -> Application:
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=GATEWAY_REQUESTS,
         graceful_shutdown_timeout_s=SHUTDOWN_WAIT_S,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment.for_workers()}},
+        ray_actor_options={
+            "num_cpus": 0,
+            "runtime_env": {"env_vars": {**environment.for_workers(), **_GATEWAY_ENVIRONMENT}},
+        },
     )
     return gateway.bind(config, engines, embedding, search)
 
@@ -119,7 +127,7 @@ def deploy_config(config: ServeConfig) -> dict[str, Any]:
                 "route_prefix": "/",
                 "import_path": IMPORT_PATH,
                 "args": config.model_dump(mode="json", exclude_none=True),
-                "runtime_env": {"env_vars": environment.for_workers()},
+                "runtime_env": {"env_vars": environment.for_deployments()},
             }
         ],
     }

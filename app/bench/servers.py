@@ -4,7 +4,6 @@ Each has a home of its own with the models of the current one, and a mark by whi
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from app.bench.homes import beside
 from app.bench.trees import Mark, end, go_on
 from cluster import environment
 from cluster.errors import DependencyError
+from cluster.session import free_port
 from cluster.storage import Home
 from deployments.llm.config import LLMConfig
 
@@ -115,10 +115,3 @@ def _failed(server: Server, how: str) -> DependencyError:
         hint="Leave it out with --against, or mend what it says.",
         retryable=False,
     )
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
