@@ -183,6 +183,24 @@ def serve(
         _show_costs(found)
 
 
+@cli.command(epilog=EXAMPLES)
+def routing(
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas of the fleet.")] = 64,
+    adapters: Annotated[int, typer.Option(min=1, help="Adapters that are asked for.")] = 1000,
+    slots: Annotated[int, typer.Option(min=1, help="Adapters that each replica holds.")] = 1000,
+    requests: Annotated[int, typer.Option(min=100, help="Requests of one run.")] = 20_000,
+    runs: Annotated[int, typer.Option(min=1, help="Repetitions of the measurement.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """What choosing a replica costs a gateway, for a large fleet."""
+    from app.bench.routing import Size, run
+
+    size = Size(replicas=replicas, adapters=adapters, slots=slots, requests=requests, runs=runs)
+    with Display(notes) as display, display.stage("bench"):
+        found = run(size, display)
+    _show(found, as_json=as_json)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         numbers = tuple(sorted({int(word) for word in text.split(",")}))

@@ -50,6 +50,7 @@ NESTED = (
     "models import",
     "bench registry",
     "bench memory",
+    "bench routing",
     "keys create",
     "keys list",
     "keys revoke",
