@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from actors.evaluation.report import Interval
 from actors.evaluation.statistics import mean_difference, mean_interval, seed_of
+from cluster.config import Config
 
 Judgements = Mapping[str, Mapping[str, int]]
 """Grade of each judged document, by query and document."""
@@ -38,13 +40,12 @@ class Measured:
     values: Mapping[str, Values]
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(Config):
     """Means over `n` queries, with their intervals, by metric; and the same within each slice."""
 
     n: int
-    metrics: Mapping[str, Interval]
-    slices: Mapping[str, "Scores"]
+    metrics: dict[str, Interval]
+    slices: dict[str, "Scores"] = Field(default_factory=dict)
 
 
 def measure(rankings: Rankings, judgements: Judgements, *, ks: Sequence[int] = KS) -> Measured:
@@ -78,7 +79,7 @@ def summarize(
     found = {}
     for name in sorted({slices[query] for query in measured.queries if query in slices} if slices else ()):
         found[name] = summarize(_only(measured, slices or {}, name), confidence=confidence, groups=groups)
-    return Scores(len(measured.queries), metrics, found)
+    return Scores(n=len(measured.queries), metrics=metrics, slices=found)
 
 
 def lift(
