@@ -68,12 +68,38 @@ def paired_bootstrap(
     value = float(totals.sum() / sizes.sum())
     if number < fewest_groups(confidence):
         return Interval(value=value, low=-1.0, high=1.0, confidence=confidence)
-    tail = NormalDist().cdf(-math.sqrt(number / (number - 1)) * student(0.5 + confidence / 2, number - 1))
-    low, high = np.quantile(_resampled(totals, sizes, seed, resamples), [tail, 1 - tail])
+    low, high = _widened_percentiles(totals, sizes, confidence, seed, resamples)
     least = paired_difference(candidate, other, groups, confidence)
-    return Interval(
-        value=value, low=min(float(low), least.low), high=max(float(high), least.high), confidence=confidence
-    )
+    return Interval(value=value, low=min(low, least.low), high=max(high, least.high), confidence=confidence)
+
+
+def mean_interval(
+    values: Sequence[float] | npt.NDArray[np.float64],
+    groups: Sequence[Hashable],
+    confidence: float,
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """The mean of `values`, each within [0, 1], from resamples of whole groups, as in `paired_bootstrap`."""
+    return _mean_within(0.0, 1.0, np.asarray(values, dtype=np.float64), groups, confidence, seed, resamples)
+
+
+def mean_difference(
+    candidate: Sequence[float] | npt.NDArray[np.float64],
+    other: Sequence[float] | npt.NDArray[np.float64],
+    groups: Sequence[Hashable],
+    confidence: float,
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """Candidate's mean minus the other's on the same cases; values, each within [0, 1], where answers are graded.
+
+    For answers that are right or wrong, `paired_bootstrap` knows more.
+    """
+    differences = np.asarray(candidate, dtype=np.float64) - np.asarray(other, dtype=np.float64)
+    return _mean_within(-1.0, 1.0, differences, groups, confidence, seed, resamples)
 
 
 def fewest_groups(confidence: float) -> int:
@@ -156,6 +182,43 @@ def design_effect(values: Sequence[float], groups: Sequence[Hashable]) -> float:
     independent = squares / (n - 1) / n
     clustered = number / (number - 1) * sum(total**2 for total in totals.values()) / n**2
     return max(1.0, clustered / independent)
+
+
+def _mean_within(
+    least: float,
+    most: float,
+    values: npt.NDArray[np.float64],
+    groups: Sequence[Hashable],
+    confidence: float,
+    seed: int,
+    resamples: int,
+) -> Interval:
+    """A mean of values that cannot leave [least, most].
+
+    Equal values leave no spread to resample. How many others there may be is bounded then: with G groups alike, the
+    share of unlike ones is below 1 - (1 - confidence)^(1/G), the "rule of three" (Hanley and Lippman-Hand 1983, JAMA
+    249:1743); each could be as far off as values can be.
+    """
+    number, totals, sizes = _by_group(values, groups)
+    value = float(totals.sum() / sizes.sum())
+    if number < fewest_groups(confidence):
+        return Interval(value=value, low=least, high=most, confidence=confidence)
+    if np.ptp(values) == 0:
+        unlike = 1 - (1 - confidence) ** (1 / number)
+        low, high = value - unlike * (value - least), value + unlike * (most - value)
+    else:
+        low, high = _widened_percentiles(totals, sizes, confidence, seed, resamples)
+    return Interval(value=value, low=max(least, low), high=min(most, high), confidence=confidence)
+
+
+def _widened_percentiles(
+    totals: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], confidence: float, seed: int, resamples: int
+) -> tuple[float, float]:
+    """Bootstrap percentiles, moved out to what Student's t asks for with so few groups (see `paired_bootstrap`)."""
+    number = totals.size
+    tail = NormalDist().cdf(-math.sqrt(number / (number - 1)) * student(0.5 + confidence / 2, number - 1))
+    low, high = np.quantile(_resampled(totals, sizes, seed, resamples), [tail, 1 - tail])
+    return float(low), float(high)
 
 
 def _by_group(

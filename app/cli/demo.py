@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from app.pipelines.demo import Summary
 
 EXAMPLES = "Examples: `flywheel demo` · `flywheel demo --keep` · `flywheel demo --set steps=20 --json`"
+_RETRIEVAL = ("recall@1", "recall@10", "mrr", "ndcg@10")
 
 
 def run(
@@ -70,7 +71,7 @@ def _facts(summary: "Summary") -> dict[str, Any]:
         "lineage": list(summary.lineage),
         "answers": [asdict(answer) | {"same": answer.same} for answer in summary.answers],
         "index": asdict(summary.indexed),
-        "retrieval": asdict(summary.retrieval),
+        "retrieval": summary.retrieval.model_dump(mode="json"),
         "url": summary.url,
         "dashboard": summary.dashboard_url,
     }
@@ -105,7 +106,7 @@ def _draw(console: Console, summary: "Summary", *, kept: bool) -> None:
         table(
             f"{retrieval.n} held-out docstrings among {summary.indexed.documents} functions",
             ["metric", "value", "low", "high"],
-            [(name, s.value, s.low, s.high) for name, s in retrieval.metrics.items()],
+            [(name, s.value, s.low, s.high) for name, s in retrieval.metrics.items() if name in _RETRIEVAL],
         )
     )
     console.print(Panel(Text("\n".join(summary.lineage)), title="Lineage", title_align="left", expand=False))

@@ -10,8 +10,8 @@ from time import monotonic
 
 from actors.data.build import build
 from actors.data.version import DataVersion
+from actors.evaluation.ranking import Scores
 from actors.evaluation.report import EvaluationReport
-from actors.evaluation.retrieval import RetrievalScores
 from actors.training.controller import TrainingResult
 from app.display import Display
 from app.pipelines import stages
@@ -47,7 +47,7 @@ class Summary:
     lineage: tuple[str, ...]
     answers: tuple[Answer, ...]
     indexed: Indexed
-    retrieval: RetrievalScores
+    retrieval: Scores
     url: str
     dashboard_url: str | None
     tracking_uri: str

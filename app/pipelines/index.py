@@ -12,7 +12,7 @@ import httpx
 from actors.data.config import Split
 from actors.data.examples import PairExample, read
 from actors.data.version import DataVersion
-from actors.evaluation.retrieval import RetrievalScores, rank_of, score
+from actors.evaluation.ranking import Scores, measure, summarize
 from app.pipelines.gateway import connect, post
 from cluster.errors import ConfigError
 from cluster.progress import Progress, Sink
@@ -75,14 +75,19 @@ def ask(
     k: int = 10,
     key: str | None = None,
     confidence: float = 0.95,
-) -> RetrievalScores:
-    """Search with each query; the right answer is the function its docstring was taken from."""
-    ranks: list[int | None] = []
+) -> Scores:
+    """Search with each query; the right answer is the function its docstring was taken from.
+
+    `recall@1`, `recall@k`, `mrr` and more, with intervals over packages: functions of one package are alike.
+    """
+    found: dict[str, list[str]] = {}
     with connect(url, key, timeout_s=120) as client, ThreadPoolExecutor(_CLIENTS) as pool:
-        for rank in pool.map(lambda pair: _rank(client, collection, pair, k), queries):
-            ranks.append(rank)
-            sink(Progress("search", len(ranks), len(queries), "queries"))
-    return score(ranks, confidence=confidence)
+        hits = pool.map(lambda pair: _search(client, collection, pair.query, k), queries)
+        for pair, ids in zip(queries, hits, strict=True):
+            found[pair.id] = ids
+            sink(Progress("search", len(found), len(queries), "queries"))
+    measured = measure(found, {pair.id: {pair.id: 1} for pair in queries}, ks=(1, k))
+    return summarize(measured, confidence=confidence, groups={pair.id: pair.group for pair in queries})
 
 
 def _write(client: httpx.Client, collection: str, batch: list[dict[str, object]]) -> int:
@@ -90,10 +95,10 @@ def _write(client: httpx.Client, collection: str, batch: list[dict[str, object]]
     return int(response["written"])
 
 
-def _rank(client: httpx.Client, collection: str, pair: PairExample, k: int) -> int | None:
-    """Place (from 1) of the pair's own document among the first k hits, or None."""
-    hits = post(client, f"/v1/collections/{quote(collection, safe='')}/search", {"query": pair.query, "k": k})["data"]
-    return rank_of(pair.id, [hit["id"] for hit in hits])
+def _search(client: httpx.Client, collection: str, query: str, k: int) -> list[str]:
+    """Ids of the first k hits, best first."""
+    hits = post(client, f"/v1/collections/{quote(collection, safe='')}/search", {"query": query, "k": k})["data"]
+    return [hit["id"] for hit in hits]
 
 
 def _batched(rows: Sequence[PairExample], size: int) -> Iterator[list[PairExample]]:
