@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 from actors.registry.serving import ServingReport
 from cluster.errors import DependencyError
@@ -53,9 +54,11 @@ async def test_who_has_nothing_to_say_says_nothing() -> None:
 async def test_news_without_end_are_not_reports_without_end() -> None:
     registry = Registry()
     reporter = Reporter(lambda: ServingReport(source="llm#a", node="n", holds=()), send=registry.report, rest_s=0.05)
+    began = time.monotonic()
     reporter.start()
     for _ in range(50):
         reporter.soon()
         await asyncio.sleep(0.002)
     await reporter.stop()
-    assert 2 <= len(registry.reports) <= 6
+    # One at once, one in each rest of however long it took here, and the last.
+    assert 2 <= len(registry.reports) <= 2 + (time.monotonic() - began) / 0.05

@@ -19,11 +19,11 @@ from actors.registry.apikeys import ApiKey, Role, Secret
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import CapacityError, DependencyError, FlywheelError, RateLimitError, RequestError
 from deployments.gateway.admission import Admission
-from deployments.gateway.app import Parts, create_app
+from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Served
+from deployments.gateway.models import Base, Served
 from deployments.snapshot import SnapshotFeed
 from tests.loopback import on_loopback
 
@@ -64,8 +64,9 @@ async def stand() -> AsyncIterator[Stand]:
     engine, registry = EchoEngine(), PushedSnapshots(Snapshot.of_routes(ROUTES, {"triage@champion": 1}))
     feed = SnapshotFeed(registry, poll_s=5)
     await feed.start(wait_s=0.5)
-    served = Served("smol", "minilm", 128)
-    parts = Parts(served, feed, GatewayMetrics(), Admission.of(CONFIG), engine, HashEmbedder())
+    served = Served((Base("smol", max_model_len=128),), "minilm")
+    backends = {"smol": Backend(engine, Admission.of(CONFIG))}
+    parts = Parts(served, feed, GatewayMetrics(), backends, HashEmbedder())
     async with on_loopback(create_app(parts, CONFIG)) as url, openai.DefaultAsyncHttpxClient(verify=False) as http:
         yield Stand(url, engine, registry, feed, http)
     await feed.stop()
