@@ -7,68 +7,26 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from actors.registry.apikeys import ApiKey, Role, Secret
-from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import CapacityError, DependencyError, FlywheelError, RateLimitError, RequestError
-from deployments.gateway.admission import Admission
-from deployments.gateway.app import Parts, create_app
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
-from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Served
-from deployments.snapshot import SnapshotFeed
-from tests.loopback import on_loopback
+from tests.loopback import KeyedGateway, keyed_gateway
 
 CONFIG = GatewayConfig(max_request_bytes=4096, request_timeout_s=0.4, body_timeout_s=0.3)
-ROUTES = [Route("triage", 1, "adapter", Path("/v"), "0" * 64, "smol")]
 HELLO: list[Any] = [{"role": "user", "content": "one two three"}]
 CHAT: dict[str, Any] = {"model": "smol", "messages": HELLO}
 
 
-@dataclass
-class Stand:
-    """A gateway with keys, on fakes, on a real socket."""
-
-    url: str
-    engine: EchoEngine
-    registry: PushedSnapshots
-    feed: SnapshotFeed
-    http: Any
-    """What all clients share; no certificates to load for a socket of this machine."""
-
-    def sdk(self, key: str) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=self.http)
-
-    async def client(self, *roles: Role, models: tuple[str, ...] = ("*",), **limits: Any) -> openai.AsyncOpenAI:
-        """The official client, with a new key."""
-        secret = Secret.make()
-        key = ApiKey(secret.id, "k", secret.sha256, roles or ("infer",), models, **limits)
-        now = self.registry.current
-        self.registry.push(replace(now, number=now.number + 1, keys={**now.keys, key.id: key}))
-        async with asyncio.timeout(0.5):
-            while self.feed.current.number != now.number + 1:
-                await asyncio.sleep(0.005)
-        return self.sdk(secret.text)
-
-
 @pytest.fixture
-async def stand() -> AsyncIterator[Stand]:
-    engine, registry = EchoEngine(), PushedSnapshots(Snapshot.of_routes(ROUTES, {"triage@champion": 1}))
-    feed = SnapshotFeed(registry, poll_s=5)
-    await feed.start(wait_s=0.5)
-    served = Served("smol", "minilm", 128)
-    parts = Parts(served, feed, GatewayMetrics(), Admission.of(CONFIG), engine, HashEmbedder())
-    async with on_loopback(create_app(parts, CONFIG)) as url, openai.DefaultAsyncHttpxClient(verify=False) as http:
-        yield Stand(url, engine, registry, feed, http)
-    await feed.stop()
+async def stand() -> AsyncIterator[KeyedGateway]:
+    async with keyed_gateway(CONFIG) as gateway:
+        yield gateway
 
 
 @dataclass(frozen=True)
@@ -129,7 +87,7 @@ FAULTS: dict[str, tuple[Exception, Refusal]] = {
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_the_engine_refuses_is_a_typed_error_before_the_first_byte(
-    stand: Stand, name: str, stream: bool
+    stand: KeyedGateway, name: str, stream: bool
 ) -> None:
     fault, refusal = FAULTS[name]
     stand.engine.fault = fault  # type: ignore[assignment]
@@ -156,7 +114,7 @@ async def test_what_the_engine_refuses_is_a_typed_error_before_the_first_byte(
     ],
 )
 async def test_what_the_gateway_refuses_never_reaches_the_engine(
-    stand: Stand, body: dict[str, Any], refusal: Refusal
+    stand: KeyedGateway, body: dict[str, Any], refusal: Refusal
 ) -> None:
     sdk = await stand.client()
     with pytest.raises(openai.APIStatusError) as caught:
@@ -165,7 +123,7 @@ async def test_what_the_gateway_refuses_never_reaches_the_engine(
     assert stand.engine.seen == []
 
 
-async def test_who_may_not_is_401_or_403(stand: Stand) -> None:
+async def test_who_may_not_is_401_or_403(stand: KeyedGateway) -> None:
     unknown = Refusal(openai.AuthenticationError, 401, "invalid_api_key")
     role = Refusal(openai.PermissionDeniedError, 403, "role_not_allowed")
     model = Refusal(openai.PermissionDeniedError, 403, "model_not_allowed", "model")
@@ -179,7 +137,7 @@ async def test_who_may_not_is_401_or_403(stand: Stand) -> None:
         refusal.must_be(caught.value)
 
 
-async def test_an_unknown_route_is_404_and_a_wrong_method_405(stand: Stand) -> None:
+async def test_an_unknown_route_is_404_and_a_wrong_method_405(stand: KeyedGateway) -> None:
     sdk = await stand.client()
     with pytest.raises(openai.APIStatusError) as caught:
         await sdk.post("/nothing", body={}, cast_to=object)
@@ -199,7 +157,7 @@ async def test_an_unknown_route_is_404_and_a_wrong_method_405(stand: Stand) -> N
     ],
 )
 async def test_a_key_that_is_used_up_is_429_with_when_to_ask_again(
-    stand: Stand, limits: dict[str, Any], code: str
+    stand: KeyedGateway, limits: dict[str, Any], code: str
 ) -> None:
     stand.engine.pause_s = 0.05  # the first still holds what it has reserved when the second comes
     sdk = await stand.client(**limits)
@@ -211,7 +169,7 @@ async def test_a_key_that_is_used_up_is_429_with_when_to_ask_again(
     assert [chunk async for chunk in first]
 
 
-async def test_an_answer_that_takes_too_long_is_408_and_is_not_asked_for_again(stand: Stand) -> None:
+async def test_an_answer_that_takes_too_long_is_408_and_is_not_asked_for_again(stand: KeyedGateway) -> None:
     stand.engine.pause_s = 0.5
     sdk = (await stand.client()).with_options(max_retries=2)
     with pytest.raises(openai.APIStatusError) as caught:
@@ -220,7 +178,7 @@ async def test_an_answer_that_takes_too_long_is_408_and_is_not_asked_for_again(s
     assert len(stand.engine.seen) == 1
 
 
-async def test_a_stream_that_takes_too_long_says_so_in_its_last_event(stand: Stand) -> None:
+async def test_a_stream_that_takes_too_long_says_so_in_its_last_event(stand: KeyedGateway) -> None:
     stand.engine.pause_s = 0.15
     sdk, got = await stand.client(), 0
     with pytest.raises(openai.APIError) as caught:  # noqa: PT012
@@ -235,7 +193,7 @@ async def test_a_stream_that_takes_too_long_says_so_in_its_last_event(stand: Sta
     "fault", [CapacityError("gone"), DependencyError("gone"), None], ids=["503", "503d", "silence"]
 )
 async def test_a_stream_that_breaks_ends_with_an_error_event_and_done(
-    stand: Stand, fault: FlywheelError | None
+    stand: KeyedGateway, fault: FlywheelError | None
 ) -> None:
     stand.engine.fault, stand.engine.breaks_after = fault, 2
     sdk = await stand.client()
@@ -248,7 +206,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_and_done(
     assert '"type":"server_error"' in lines[-2]
 
 
-async def test_a_body_that_does_not_come_is_408_and_holds_nothing(stand: Stand) -> None:
+async def test_a_body_that_does_not_come_is_408_and_holds_nothing(stand: KeyedGateway) -> None:
     key = (await stand.client(rpm=1)).api_key
     host, port = stand.url.removeprefix("http://").split(":")
     for sent in (b"", b'{"model": '):
@@ -270,7 +228,7 @@ async def test_a_body_that_does_not_come_is_408_and_holds_nothing(stand: Stand) 
 
 
 async def test_one_who_leaves_before_its_body_has_come_is_no_fault_of_ours(
-    stand: Stand, caplog: pytest.LogCaptureFixture
+    stand: KeyedGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "deployments.gateway")
     key = (await stand.client()).api_key
@@ -289,7 +247,7 @@ async def test_one_who_leaves_before_its_body_has_come_is_no_fault_of_ours(
     assert [(record.levelname, record.request["status"]) for record in caplog.records] == [("INFO", 499)]  # type: ignore[attr-defined]
 
 
-async def test_browsers_of_other_origins_are_let_in_nowhere(stand: Stand) -> None:
+async def test_browsers_of_other_origins_are_let_in_nowhere(stand: KeyedGateway) -> None:
     key = (await stand.client()).api_key
     origin = {"origin": "https://elsewhere.example", "authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=stand.url, headers=origin) as http:
@@ -301,7 +259,7 @@ async def test_browsers_of_other_origins_are_let_in_nowhere(stand: Stand) -> Non
 
 
 async def test_each_request_leaves_one_line_that_says_what_became_of_it(
-    stand: Stand, caplog: pytest.LogCaptureFixture
+    stand: KeyedGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "deployments.gateway.scope")
     sdk = await stand.client()
@@ -340,7 +298,7 @@ async def test_each_request_leaves_one_line_that_says_what_became_of_it(
 @pytest.mark.parametrize(
     "given", [[], "", [""], [[]], ["a", 3], ["a", [1]], [[1, -1]], [1.5], [True], {"a": 1}, None], ids=repr
 )
-async def test_an_input_that_cannot_be_embedded_is_400(stand: Stand, given: Any) -> None:
+async def test_an_input_that_cannot_be_embedded_is_400(stand: KeyedGateway, given: Any) -> None:
     sdk = await stand.client()
     with pytest.raises(openai.APIStatusError) as caught:
         await sdk.embeddings.create(model="minilm", input=given)
@@ -356,7 +314,9 @@ async def test_an_input_that_cannot_be_embedded_is_400(stand: Stand, given: Any)
         ({"model": "smol"}, Refusal(openai.BadRequestError, 400, "model_not_supported", "model")),
     ],
 )
-async def test_an_embedding_that_cannot_be_made_is_400(stand: Stand, asked: dict[str, Any], refusal: Refusal) -> None:
+async def test_an_embedding_that_cannot_be_made_is_400(
+    stand: KeyedGateway, asked: dict[str, Any], refusal: Refusal
+) -> None:
     sdk = await stand.client()
     with pytest.raises(openai.APIStatusError) as caught:
         await sdk.embeddings.create(**{"model": "minilm", "input": "a", **asked})
