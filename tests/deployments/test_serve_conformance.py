@@ -96,7 +96,7 @@ def test_usage_is_what_the_tokenizer_counts_whole_and_streamed(serve_app: ServeA
     assert chunks[-1].choices == []
     assert chunks[-1].usage.to_dict().items() >= {"prompt_tokens": prompt, "total_tokens": prompt + made}.items()
     assert chunks[-1].usage.completion_tokens == made
-    assert sum(len(choice.token_ids or []) for chunk in chunks for choice in chunk.choices) == made
+    assert sum(len(getattr(choice, "token_ids", None) or []) for chunk in chunks for choice in chunk.choices) == made
     assert said(chunks) == {choice.index: choice.message.content for choice in whole.choices}
     assert finishes(chunks) == {choice.index: choice.finish_reason for choice in whole.choices}
     assert not any(chunk.usage for chunk in chunks[:-1])
@@ -177,13 +177,14 @@ def test_a_tool_is_called_in_its_strict_form(serve_app: ServeApp, choice: Any) -
     answer = chat(serve_app, tools=[WEATHER], tool_choice=choice, max_tokens=90).choices[0]
     (call,) = answer.message.tool_calls
     assert call.function.name == "weather"
-    assert json.loads(call.function.arguments).keys() == {"city", "people"}
+    asked = json.loads(call.function.arguments)
+    assert asked.keys() == {"city", "people"}
     calls: dict[str, str] = {"name": "", "arguments": ""}
     for chunk in chat(serve_app, tools=[WEATHER], tool_choice=choice, max_tokens=90, stream=True):
         for piece in (each for choice in chunk.choices for each in choice.delta.tool_calls or []):
             calls["name"] += piece.function.name or ""
             calls["arguments"] += piece.function.arguments or ""
-    assert calls == {"name": "weather", "arguments": call.function.arguments}
+    assert (calls["name"], json.loads(calls["arguments"])) == ("weather", asked)
 
 
 def test_tools_may_be_left_alone(serve_app: ServeApp) -> None:
@@ -258,6 +259,9 @@ def test_one_who_does_not_wait_for_a_whole_answer_stops_it_too(serve_app: ServeA
 # Refusals
 
 
+_CONTENT = "messages.0.content"
+
+
 def words(count: int) -> list[Any]:
     return [{"role": "user", "content": "word " * count}]
 
@@ -268,7 +272,7 @@ def words(count: int) -> list[Any]:
         ("chat/completions", {"model": "gpt-4o"}, 404, "model", "model_not_found"),
         ("chat/completions", {"model": f"{BASE}:nobody"}, 404, "model", "model_not_found"),
         ("chat/completions", {"messages": "hi"}, 400, "messages", "invalid_value"),
-        ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, "messages.0", "invalid_value"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, _CONTENT, "invalid_value"),
         ("chat/completions", {"messages": [{"content": "x"}]}, 400, "messages.0.role", "invalid_value"),
         ("chat/completions", {"max_tokens": "many"}, 400, "max_tokens", "invalid_value"),
         ("chat/completions", {"temperature": -1}, 400, "temperature", "invalid_value"),
