@@ -25,6 +25,8 @@ MAX_LORA_RANK = 16
 KEPT = "kept"
 """The adapter of `llm.keep`; nothing bears the name until a test registers it."""
 ANSWER_WAIT_S = 120.0
+BODY_TIMEOUT_S = 4.0
+"""Long for a small body on a busy machine, short for a test that waits for it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,12 @@ def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
 
     config = ServeConfig.model_validate(
         {
-            "gateway": {"port": _free_port(), "max_request_bytes": 1 << 20, "require_keys": False},
+            "gateway": {
+                "port": _free_port(),
+                "max_request_bytes": 1 << 20,
+                "body_timeout_s": BODY_TIMEOUT_S,
+                "require_keys": False,
+            },
             "llm": {
                 "model": BASE,
                 "max_model_len": MAX_MODEL_LEN,

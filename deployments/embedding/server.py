@@ -175,6 +175,7 @@ class EmbeddingServer:
             raise RequestError(
                 f"Input {index} is not a list of token ids from 0 to {size - 1}.",
                 param=f"input[{index}]",
+                code="invalid_value",
                 hint="Give only strings, or only lists of token ids of this model's tokenizer.",
             )
         return list(ids)

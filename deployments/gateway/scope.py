@@ -23,7 +23,8 @@ from deployments.logs import about
 
 REQUEST_ID_HEADER = "x-request-id"
 VERSION_HEADER = "x-flywheel-version"
-_CLIENTS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_LONGEST_ID = 128
+_UNFIT_FOR_IDS = re.compile(r"[^A-Za-z0-9._:-]")
 _KEY = "flywheel.trace"
 _HUNG_UP = 499
 """nginx's number for a client that hung up before a status was sent."""
@@ -54,6 +55,11 @@ def trace_of(request: Request) -> Trace:
     return found
 
 
+def request_id(asked: str) -> str:
+    """The client's own id as far as it is fit for logs and for the engine, or a new one."""
+    return _UNFIT_FOR_IDS.sub("_", asked)[:_LONGEST_ID] or f"req-{uuid.uuid4().hex}"
+
+
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The body; `RequestError` 413 as soon as it is known to be larger than `limit_bytes`."""
     declared = request.headers.get("content-length", "")
@@ -80,8 +86,7 @@ class RequestScope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        trace = Trace(request_id=asked if _CLIENTS_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}")
+        trace = Trace(request_id=request_id(Headers(scope=scope).get(REQUEST_ID_HEADER, "")))
         scope[_KEY] = trace
         with about(trace.request_id):
             await self._traced(trace, scope, _in_time(receive, self._body_timeout_s), send)

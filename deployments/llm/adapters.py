@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +81,9 @@ class AdapterCache:
             return copy.folder
         flight = self._flights.get(adapter.digest)
         if flight is None:
-            flight = asyncio.get_running_loop().run_in_executor(self._threads, self._bring, adapter)
+            # With the context of the first who wants it: what is logged on the way holds its request's id.
+            bring = copy_context().run
+            flight = asyncio.get_running_loop().run_in_executor(self._threads, bring, self._bring, adapter)
             self._flights[adapter.digest] = flight
             flight.add_done_callback(lambda _: self._flights.pop(adapter.digest, None))
         # Shielded: one client that hangs up must not cancel the copy that others wait for.

@@ -27,6 +27,10 @@ SHUTDOWN_WAIT_S = 60
 START_TRIES = 2
 """A fault of the engine's arithmetic does not go away by trying; a second try is for the machine's bad luck."""
 
+_OWN_LOGGING = {"VLLM_CONFIGURE_LOGGING": "0"}
+"""vLLM 0.32 sets up logging when it is imported, by `dictConfig`, which closes every handler of the process: after it
+nothing that the replica says, Serve's own lines included, would reach Serve's log file. Its warnings come by stderr."""
+
 
 def build(config: LLMConfig, *, name: str, gpu: bool) -> Application:
     """The deployment `name` of one base model and its adapters, on CPU or on one GPU for each replica."""
@@ -59,7 +63,9 @@ def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
             "health_check_timeout_s": HEALTH_TIMEOUT_S,
             "graceful_shutdown_timeout_s": SHUTDOWN_WAIT_S,
         },
-        runtime_env={"env_vars": {**environment.for_workers(), **({} if gpu else _cpu_environment(config))}},
+        runtime_env={
+            "env_vars": {**environment.for_workers(), **_OWN_LOGGING, **({} if gpu else _cpu_environment(config))}
+        },
     )
 
 

@@ -19,6 +19,7 @@ ENGINE_RETRY_AFTER_S = 30.0
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # vLLM puts its own names and values behind the sentence; `param` says that better.
 _ASIDE = re.compile(r" \((?:parameter|value)=.*\)$")
+_CODES = {400: "invalid_value", 404: "model_not_found"}
 _PARSER_WORDS = "--tool-call-parser"
 _CONTEXT_WORDS = ("maximum context length", "maximum model length", "longer than the maximum")
 
@@ -47,7 +48,7 @@ def bad_request(message: str, kind: Kind, *, status: int = 400, param: str | Non
             code="tools_not_supported",
             hint="Leave `tools` out or send `tool_choice: none`; or serve with llm.tool_parser, for example hermes.",
         )
-    return RequestError(message, status=status, param=param, code="model_not_found" if status == 404 else None)
+    return RequestError(message, status=status, param=param, code=_CODES.get(status))
 
 
 def from_validation(error: ValidationError, body: Mapping[str, Any]) -> RequestError:

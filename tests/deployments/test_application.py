@@ -77,6 +77,18 @@ def test_vllm_has_the_replicas_limit_of_adapters_and_ray_has_none() -> None:
 
 
 @pytest.mark.integration
+def test_a_tool_parser_that_vllm_does_not_have_is_named_with_the_nearest() -> None:
+    from deployments.llm.build import ray_config
+
+    made = ray_config(LLMConfig(model="smol", tool_parser="hermes"), gpu=False)
+    assert made.engine_kwargs["tool_call_parser"] == "hermes"
+    assert made.engine_kwargs["enable_auto_tool_choice"]
+    with pytest.raises(ConfigError, match="'hermess'") as caught:
+        ray_config(LLMConfig(model="smol", tool_parser="hermess"), gpu=False)
+    assert "'hermes'" in str(caught.value.hint)
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("message", "reason"),
     [

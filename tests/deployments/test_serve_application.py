@@ -86,14 +86,6 @@ def test_a_stream_says_what_the_whole_answer_says(serve_app: ServeApp, versions:
         assert 1 <= chunks[-1].usage.completion_tokens <= 12
 
 
-def test_usage_counts_tokens(serve_app: ServeApp) -> None:
-    answer = serve_app.sdk.completions.create(
-        model=BASE, prompt=[1, 2, 3, 4], max_tokens=5, extra_body={"ignore_eos": True}
-    )
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (4, 5, 9)
-
-
 def test_base_requests_are_not_answered_by_an_adapter_in_a_mixed_batch(
     serve_app: ServeApp, versions: list[Version]
 ) -> None:
@@ -120,54 +112,6 @@ def test_models_are_listed_with_parent_and_root(serve_app: ServeApp, versions: l
     assert listed[f"{BASE}:serving/1"]["parent"] == BASE
     assert listed[f"{BASE}:serving/1"]["root"] == f"{BASE}:serving/1"
     assert serve_app.sdk.models.retrieve(f"{BASE}:serving").id == f"{BASE}:serving"
-
-
-def words(count: int) -> list[Any]:
-    return [{"role": "user", "content": "word " * count}]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "code"),
-    [
-        ("chat/completions", {"model": "gpt-4o"}, 404, "model_not_found"),
-        ("chat/completions", {"model": f"{BASE}:nobody"}, 404, "model_not_found"),
-        ("chat/completions", {"messages": "hi"}, 400, "invalid_value"),
-        ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, None),
-        ("chat/completions", {"max_tokens": "many"}, 400, "invalid_value"),
-        ("chat/completions", {"temperature": -1}, 400, None),
-        ("chat/completions", {"max_tokens": -3}, 400, None),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 99}, 400, None),
-        ("chat/completions", {"messages": words(3000)}, 400, "context_length_exceeded"),
-        ("chat/completions", {"messages": words(400_000)}, 413, "request_too_large"),
-        ("completions", {"prompt": "word " * 3000}, 400, "context_length_exceeded"),
-        ("completions", {"prompt": {"a": 1}}, 400, "invalid_value"),
-        ("completions", {"prompt": [10**9], "max_tokens": 1}, 400, None),
-        ("embeddings", {"model": EMBEDDER, "input": "word " * 3000}, 400, "context_length_exceeded"),
-        ("embeddings", {"model": EMBEDDER, "input": [[10**9]]}, 400, None),
-        ("embeddings", {"model": EMBEDDER, "input": "a", "dimensions": 7}, 400, "invalid_value"),
-        ("embeddings", {"model": BASE, "input": "a"}, 400, "model_not_supported"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("stream", [False, True])
-def test_bad_requests_are_4xx_in_openais_shape(
-    serve_app: ServeApp, path: str, body: dict[str, Any], status: int, code: str | None, stream: bool
-) -> None:
-    usual: dict[str, Any] = {"chat/completions": {"messages": HELLO}, "completions": {"prompt": "x"}}.get(path, {})
-    sent = {"model": BASE, **usual, **body} | ({"stream": True} if stream and path != "embeddings" else {})
-    response = serve_app.http.post(f"/v1/{path}", json=sent)
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
-    assert code is None or error["code"] == code
-
-
-def test_broken_json_wrong_method_and_unknown_route(serve_app: ServeApp) -> None:
-    assert serve_app.http.post("/v1/chat/completions", content=b'{"model": ').json()["error"]["code"] == "invalid_json"
-    assert serve_app.http.get("/v1/chat/completions").status_code == 405
-    unknown = serve_app.http.post("/v1/nothing", json={})
-    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_url")
-    assert serve_app.http.get("/v1/models", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
 
 
 def test_embeddings_in_both_encodings_are_the_same_unit_vectors(serve_app: ServeApp) -> None:
@@ -231,7 +175,7 @@ def test_a_broken_adapter_fails_alone(serve_app: ServeApp, tmp_path: Path) -> No
     signature_path(serve_app.home.versions / unsigned.path).unlink()
     large = serve_app.register("large", seed=9, rank=2 * MAX_LORA_RANK)
     until(lambda: {f"{BASE}:{large.id}", f"{BASE}:{unsigned.id}"} <= names(serve_app))
-    for version, status in ((lost, 503), (unsigned, 503), (misfit, 400), (large, 400)):
+    for version, status in ((lost, 503), (unsigned, 503), (misfit, 422), (large, 422)):
         for stream in (False, True):
             with pytest.raises(openai.APIStatusError) as caught:
                 serve_app.sdk.chat.completions.create(
@@ -274,22 +218,6 @@ def test_a_stream_ends_on_the_version_that_it_began_with(serve_app: ServeApp, ve
     assert rest[-1].choices[0].finish_reason == "length"
     serve_app.registry.rollback("serving", "champion", why="as it was")
     until(lambda: serve_app.sdk.models.retrieve(f"{BASE}:serving").model_extra["root"].endswith("/1"))  # type: ignore[index]
-
-
-def test_one_who_hangs_up_stops_the_generation(serve_app: ServeApp) -> None:
-    asked = {"model": BASE, "messages": HELLO, "max_tokens": 450, "stream": True, "ignore_eos": True}
-
-    def running() -> int:
-        return int(serve_app.http.get("/healthz").json()["llm"]["running"])
-
-    begun = time.monotonic()
-    serve_app.say(BASE, max_tokens=45, extra_body={"ignore_eos": True})
-    whole_s = 10 * (time.monotonic() - begun)
-    with serve_app.http.stream("POST", "/v1/chat/completions", json=asked) as response:
-        lines = response.iter_lines()  # kept: httpx hangs up when its iterator is forgotten
-        next(lines)
-        assert running() == 1
-    until(lambda: running() == 0, wait_s=whole_s / 2)
 
 
 def test_the_registry_may_die_while_requests_go_on(serve_app: ServeApp, versions: list[Version]) -> None:

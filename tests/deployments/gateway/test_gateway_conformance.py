@@ -7,69 +7,31 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from actors.registry.apikeys import ApiKey, Role, Secret
-from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import CapacityError, DependencyError, FlywheelError, RateLimitError, RequestError
-from deployments.gateway.admission import Admission
-from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
-from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Base, Served
-from deployments.snapshot import SnapshotFeed
-from tests.loopback import on_loopback
+from tests.loopback import KeyedGateway, keyed_gateway
 
 CONFIG = GatewayConfig(max_request_bytes=4096, request_timeout_s=0.4, body_timeout_s=0.3)
-ROUTES = [Route("triage", 1, "adapter", Path("/v"), "0" * 64, "smol")]
 HELLO: list[Any] = [{"role": "user", "content": "one two three"}]
 CHAT: dict[str, Any] = {"model": "smol", "messages": HELLO}
 
 
-@dataclass
-class Stand:
-    """A gateway with keys, on fakes, on a real socket."""
-
-    url: str
-    engine: EchoEngine
-    registry: PushedSnapshots
-    feed: SnapshotFeed
-    http: Any
-    """What all clients share; no certificates to load for a socket of this machine."""
-
-    def sdk(self, key: str) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=self.http)
-
-    async def client(self, *roles: Role, models: tuple[str, ...] = ("*",), **limits: Any) -> openai.AsyncOpenAI:
-        """The official client, with a new key."""
-        secret = Secret.make()
-        key = ApiKey(secret.id, "k", secret.sha256, roles or ("infer",), models, **limits)
-        now = self.registry.current
-        self.registry.push(replace(now, number=now.number + 1, keys={**now.keys, key.id: key}))
-        async with asyncio.timeout(0.5):
-            while self.feed.current.number != now.number + 1:
-                await asyncio.sleep(0.005)
-        return self.sdk(secret.text)
-
-
 @pytest.fixture
-async def stand() -> AsyncIterator[Stand]:
-    engine, registry = EchoEngine(), PushedSnapshots(Snapshot.of_routes(ROUTES, {"triage@champion": 1}))
-    feed = SnapshotFeed(registry, poll_s=5)
-    await feed.start(wait_s=0.5)
-    served = Served((Base("smol", max_model_len=128),), "minilm")
-    backends = {"smol": Backend(engine, Admission.of(CONFIG))}
-    parts = Parts(served, feed, GatewayMetrics(), backends, HashEmbedder())
-    async with on_loopback(create_app(parts, CONFIG)) as url, openai.DefaultAsyncHttpxClient(verify=False) as http:
-        yield Stand(url, engine, registry, feed, http)
-    await feed.stop()
+async def stand() -> AsyncIterator[KeyedGateway]:
+    async with keyed_gateway(CONFIG) as gateway:
+        yield gateway
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """The gateway's own; the client and the server in this process log too."""
+    return [record for record in caplog.records if record.name.startswith("deployments.gateway")]
 
 
 @dataclass(frozen=True)
@@ -130,7 +92,7 @@ FAULTS: dict[str, tuple[Exception, Refusal]] = {
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_the_engine_refuses_is_a_typed_error_before_the_first_byte(
-    stand: Stand, name: str, stream: bool
+    stand: KeyedGateway, name: str, stream: bool
 ) -> None:
     fault, refusal = FAULTS[name]
     stand.engine.fault = fault  # type: ignore[assignment]
@@ -157,7 +119,7 @@ async def test_what_the_engine_refuses_is_a_typed_error_before_the_first_byte(
     ],
 )
 async def test_what_the_gateway_refuses_never_reaches_the_engine(
-    stand: Stand, body: dict[str, Any], refusal: Refusal
+    stand: KeyedGateway, body: dict[str, Any], refusal: Refusal
 ) -> None:
     sdk = await stand.client()
     with pytest.raises(openai.APIStatusError) as caught:
@@ -166,7 +128,7 @@ async def test_what_the_gateway_refuses_never_reaches_the_engine(
     assert stand.engine.seen == []
 
 
-async def test_who_may_not_is_401_or_403(stand: Stand) -> None:
+async def test_who_may_not_is_401_or_403(stand: KeyedGateway) -> None:
     unknown = Refusal(openai.AuthenticationError, 401, "invalid_api_key")
     role = Refusal(openai.PermissionDeniedError, 403, "role_not_allowed")
     model = Refusal(openai.PermissionDeniedError, 403, "model_not_allowed", "model")
@@ -180,7 +142,7 @@ async def test_who_may_not_is_401_or_403(stand: Stand) -> None:
         refusal.must_be(caught.value)
 
 
-async def test_an_unknown_route_is_404_and_a_wrong_method_405(stand: Stand) -> None:
+async def test_an_unknown_route_is_404_and_a_wrong_method_405(stand: KeyedGateway) -> None:
     sdk = await stand.client()
     with pytest.raises(openai.APIStatusError) as caught:
         await sdk.post("/nothing", body={}, cast_to=object)
@@ -200,7 +162,7 @@ async def test_an_unknown_route_is_404_and_a_wrong_method_405(stand: Stand) -> N
     ],
 )
 async def test_a_key_that_is_used_up_is_429_with_when_to_ask_again(
-    stand: Stand, limits: dict[str, Any], code: str
+    stand: KeyedGateway, limits: dict[str, Any], code: str
 ) -> None:
     stand.engine.pause_s = 0.05  # the first still holds what it has reserved when the second comes
     sdk = await stand.client(**limits)
@@ -212,7 +174,7 @@ async def test_a_key_that_is_used_up_is_429_with_when_to_ask_again(
     assert [chunk async for chunk in first]
 
 
-async def test_an_answer_that_takes_too_long_is_408_and_is_not_asked_for_again(stand: Stand) -> None:
+async def test_an_answer_that_takes_too_long_is_408_and_is_not_asked_for_again(stand: KeyedGateway) -> None:
     stand.engine.pause_s = 0.5
     sdk = (await stand.client()).with_options(max_retries=2)
     with pytest.raises(openai.APIStatusError) as caught:
@@ -221,7 +183,7 @@ async def test_an_answer_that_takes_too_long_is_408_and_is_not_asked_for_again(s
     assert len(stand.engine.seen) == 1
 
 
-async def test_a_stream_that_takes_too_long_says_so_in_its_last_event(stand: Stand) -> None:
+async def test_a_stream_that_takes_too_long_says_so_in_its_last_event(stand: KeyedGateway) -> None:
     stand.engine.pause_s = 0.15
     sdk, got = await stand.client(), 0
     with pytest.raises(openai.APIError) as caught:  # noqa: PT012
@@ -236,20 +198,19 @@ async def test_a_stream_that_takes_too_long_says_so_in_its_last_event(stand: Sta
     "fault", [CapacityError("gone"), DependencyError("gone"), None], ids=["503", "503d", "silence"]
 )
 async def test_a_stream_that_breaks_ends_with_an_error_event_and_done(
-    stand: Stand, fault: FlywheelError | None
+    stand: KeyedGateway, fault: FlywheelError | None
 ) -> None:
     stand.engine.fault, stand.engine.breaks_after = fault, 2
     sdk = await stand.client()
-    lines = []
     async with sdk.chat.completions.with_streaming_response.create(**CHAT, stream=True) as response:
         assert response.status_code == 200
-        lines = [line async for line in response.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    assert '"error":' in lines[-2]
-    assert '"type":"server_error"' in lines[-2]
+        events = [line async for line in response.iter_lines() if line]
+    assert events[-1] == "data: [DONE]"
+    assert '"error":' in events[-2]
+    assert '"type":"server_error"' in events[-2]
 
 
-async def test_a_body_that_does_not_come_is_408_and_holds_nothing(stand: Stand) -> None:
+async def test_a_body_that_does_not_come_is_408_and_holds_nothing(stand: KeyedGateway) -> None:
     key = (await stand.client(rpm=1)).api_key
     host, port = stand.url.removeprefix("http://").split(":")
     for sent in (b"", b'{"model": '):
@@ -271,7 +232,7 @@ async def test_a_body_that_does_not_come_is_408_and_holds_nothing(stand: Stand) 
 
 
 async def test_one_who_leaves_before_its_body_has_come_is_no_fault_of_ours(
-    stand: Stand, caplog: pytest.LogCaptureFixture
+    stand: KeyedGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "deployments.gateway")
     key = (await stand.client()).api_key
@@ -285,12 +246,12 @@ async def test_one_who_leaves_before_its_body_has_come_is_no_fault_of_ours(
     await asyncio.sleep(0.05)
     writer.close()
     async with asyncio.timeout(0.2):
-        while not caplog.records:
+        while not lines(caplog):
             await asyncio.sleep(0.01)
-    assert [(record.levelname, record.request["status"]) for record in caplog.records] == [("INFO", 499)]  # type: ignore[attr-defined]
+    assert [(record.levelname, record.request["status"]) for record in lines(caplog)] == [("INFO", 499)]  # type: ignore[attr-defined]
 
 
-async def test_browsers_of_other_origins_are_let_in_nowhere(stand: Stand) -> None:
+async def test_browsers_of_other_origins_are_let_in_nowhere(stand: KeyedGateway) -> None:
     key = (await stand.client()).api_key
     origin = {"origin": "https://elsewhere.example", "authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=stand.url, headers=origin) as http:
@@ -302,7 +263,7 @@ async def test_browsers_of_other_origins_are_let_in_nowhere(stand: Stand) -> Non
 
 
 async def test_each_request_leaves_one_line_that_says_what_became_of_it(
-    stand: Stand, caplog: pytest.LogCaptureFixture
+    stand: KeyedGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "deployments.gateway.scope")
     sdk = await stand.client()
@@ -313,7 +274,7 @@ async def test_each_request_leaves_one_line_that_says_what_became_of_it(
     await sdk.embeddings.create(model="minilm", input=["a b", "c"])
     with pytest.raises(openai.NotFoundError):
         await sdk.chat.completions.create(**{**CHAT, "model": "made-up"})
-    facts: list[dict[str, Any]] = [record.request for record in caplog.records]  # type: ignore[attr-defined]
+    facts: list[dict[str, Any]] = [record.request for record in lines(caplog)]  # type: ignore[attr-defined]
     assert [
         (
             fact["route"],
@@ -332,7 +293,7 @@ async def test_each_request_leaves_one_line_that_says_what_became_of_it(
     ]
     assert facts[0]["request_id"] == "mine-1"
     assert {fact["key"] for fact in facts} == {next(iter(stand.registry.current.keys))}
-    said = caplog.records[0].getMessage()
+    said = lines(caplog)[0].getMessage()
     assert "status=200" in said
     assert "request_id=mine-1" in said
     assert not any(sdk.api_key in record.getMessage() for record in caplog.records)
@@ -341,7 +302,7 @@ async def test_each_request_leaves_one_line_that_says_what_became_of_it(
 @pytest.mark.parametrize(
     "given", [[], "", [""], [[]], ["a", 3], ["a", [1]], [[1, -1]], [1.5], [True], {"a": 1}, None], ids=repr
 )
-async def test_an_input_that_cannot_be_embedded_is_400(stand: Stand, given: Any) -> None:
+async def test_an_input_that_cannot_be_embedded_is_400(stand: KeyedGateway, given: Any) -> None:
     sdk = await stand.client()
     with pytest.raises(openai.APIStatusError) as caught:
         await sdk.embeddings.create(model="minilm", input=given)
@@ -357,7 +318,9 @@ async def test_an_input_that_cannot_be_embedded_is_400(stand: Stand, given: Any)
         ({"model": "smol"}, Refusal(openai.BadRequestError, 400, "model_not_supported", "model")),
     ],
 )
-async def test_an_embedding_that_cannot_be_made_is_400(stand: Stand, asked: dict[str, Any], refusal: Refusal) -> None:
+async def test_an_embedding_that_cannot_be_made_is_400(
+    stand: KeyedGateway, asked: dict[str, Any], refusal: Refusal
+) -> None:
     sdk = await stand.client()
     with pytest.raises(openai.APIStatusError) as caught:
         await sdk.embeddings.create(**{"model": "minilm", "input": "a", **asked})

@@ -9,7 +9,7 @@ from deployments.llm.failures import from_report, from_validation
     ("message", "status", "code", "param"),
     [
         ("This model's maximum context length is 8 tokens.", 400, "context_length_exceeded", "messages"),
-        ("temperature must be non-negative, got -1.0.", 400, None, "given"),
+        ("temperature must be non-negative, got -1.0.", 400, "invalid_value", "given"),
         ("The model `x` does not exist.", 404, "model_not_found", "given"),
     ],
 )
@@ -28,6 +28,21 @@ def test_the_engines_fault_is_ours_and_passes(code: object) -> None:
     assert isinstance(error, CapacityError)
     assert error.retry_after_s >= 1
     assert "/path" not in error.message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+        'tool_choice="required" requires --tool-call-parser to be set',
+    ],
+)
+def test_a_missing_tool_parser_is_named_by_our_setting(message: str) -> None:
+    error = from_report({"message": message, "code": 400}, "chat")
+    assert isinstance(error, RequestError)
+    assert (error.status, error.code, error.param) == (400, "tools_not_supported", "tool_choice")
+    assert "llm.tool_parser" in str(error.hint)
+    assert "--" not in error.message + str(error.hint)
 
 
 def test_a_wrong_type_is_named_by_the_clients_own_field() -> None:
