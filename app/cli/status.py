@@ -1,5 +1,6 @@
 """`flywheel status`: what runs here, what is served, what has been made."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -27,6 +28,7 @@ def _facts(found: "Status") -> dict[str, Any]:
         "cluster": found.cluster,
         "trouble": found.trouble,
         "applications": found.applications,
+        "deployments": [asdict(each) for each in found.deployments],
         "gateway": found.gateway,
         "runs": [view.model_dump(mode="json") for view in found.runs],
         "models": [view.model_dump(mode="json") for view in found.models],
@@ -44,8 +46,15 @@ def _draw(console: Console, found: "Status") -> None:
         )
     for name, state in found.applications.items():
         console.print(f"Application {name}: {state}")
+    if found.deployments:
+        parts = [(each.name, each.status, _counted(each.replicas), each.why) for each in found.deployments]
+        console.print(table("Deployments", ["deployment", "status", "replicas", "why"], parts))
     if found.gateway is not None:
         console.print(f"Gateway: {found.gateway['url']}, HTTP {found.gateway['status'] or 'no answer'}")
+    for llm in _llms(found):
+        if replicas := [_replica(facts, str(llm.get("model", "-"))) for facts in llm.get("replicas", ())]:
+            columns = ["model", "replica", "running", "adapters in it", "standing"]
+            console.print(table("Replicas of language models", columns, replicas))
     if failed := _failed_adapters(found):
         console.print(table("Adapters that could not be loaded", ["version", "last tried", "why"], failed))
     rows = [
@@ -68,14 +77,28 @@ def _draw(console: Console, found: "Status") -> None:
 
 
 def _failed_adapters(found: "Status") -> list[tuple[str, str, str]]:
-    """Of the replica of each base that answered, and only while its last try has failed."""
+    """Of all replicas that answered, and only while the last try has failed."""
+    failed = [each for llm in _llms(found) for each in llm.get("adapters_failed", {}).items()]
+    lost = [each for llm in _llms(found) for each in llm.get("keep_problems", {}).items()]
+    return [(version, fault["at"], fault["why"]) for version, fault in failed] + [
+        (name, "-", why) for name, why in lost
+    ]
+
+
+def _llms(found: "Status") -> list[dict[str, Any]]:
+    """What the gateway's health says of each language model."""
     health = found.gateway["health"] if found.gateway else None
     states = health.values() if isinstance(health, dict) else ()
-    rows = []
-    for state in states:
-        if isinstance(state, dict):
-            rows += [
-                (version, fault["at"], fault["why"]) for version, fault in state.get("adapters_failed", {}).items()
-            ]
-            rows += [(name, "-", why) for name, why in state.get("keep_problems", {}).items()]
-    return rows
+    return [state for state in states if isinstance(state, dict) and "replicas" in state]
+
+
+def _replica(facts: dict[str, Any], model: str) -> tuple[str, str, int | None, str, str]:
+    standing = facts["error"]["message"] if "error" in facts else "well"
+    if "silent_s" in facts:
+        standing = f"has said nothing for {facts['silent_s']:g} s"
+    name, resident = str(facts.get("replica", "-")), facts.get("adapters", ())
+    return str(facts.get("model", model)), name, facts.get("running"), ", ".join(resident) or "none", standing
+
+
+def _counted(states: dict[str, int]) -> str:
+    return ", ".join(f"{count} {state.lower()}" for state, count in sorted(states.items()) if count) or "none"

@@ -1,9 +1,11 @@
 """`flywheel status`: what runs, what is served, and what it stands on."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatus
 
 from actors.registry import views
 from actors.registry.reader import read_state
@@ -11,6 +13,17 @@ from app.session import connected
 from cluster.errors import ConfigError, DependencyError
 from cluster.session import Beacon
 from cluster.storage import Home
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """One deployment as Serve has it: how many replicas in which state, and why it is not well if it is not."""
+
+    application: str
+    name: str
+    status: str
+    replicas: dict[str, int]
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -24,24 +37,45 @@ class Status:
     gateway: dict[str, Any] | None
     runs: tuple[views.RunView, ...]
     models: tuple[views.ModelView, ...]
+    deployments: tuple[Deployed, ...] = ()
 
 
 def status(home: Home, *, runs: int = 10) -> Status:
     """The registry's log always; Ray and Serve if a cluster runs; the gateway if it answers."""
     state = read_state(home)
-    cluster, applications, trouble = _cluster()
+    cluster, served, trouble = _cluster()
     return Status(
         home=str(home.root),
         cluster=cluster,
         trouble=trouble,
-        applications=applications,
+        applications={name: str(application.status.value) for name, application in served.items()},
+        deployments=tuple(deployed(served)),
         gateway=_gateway(home),
         runs=views.runs(state)[:runs],
         models=views.models(state),
     )
 
 
-def _cluster() -> tuple[dict[str, Any] | None, dict[str, str], str | None]:
+def deployed(applications: Mapping[str, ApplicationStatusOverview]) -> Iterator[Deployed]:
+    """Every deployment of Serve's applications, in their order."""
+    for application, overview in applications.items():
+        for name, state in overview.deployments.items():
+            well = state.status in (DeploymentStatus.HEALTHY, DeploymentStatus.UPDATING)
+            yield Deployed(
+                application,
+                name,
+                str(state.status.value),
+                {str(getattr(each, "value", each)): count for each, count in state.replica_states.items()},
+                None if well or not state.message else reason(state.message),
+            )
+
+
+def reason(message: str) -> str:
+    """The last line of what Serve says: of a traceback, that is the error."""
+    return message.strip().splitlines()[-1].strip()
+
+
+def _cluster() -> tuple[dict[str, Any] | None, Mapping[str, ApplicationStatusOverview], str | None]:
     try:
         with connected(start=False) as session:
             import ray
@@ -53,8 +87,7 @@ def _cluster() -> tuple[dict[str, Any] | None, dict[str, str], str | None]:
                 "resources": ray.cluster_resources(),
                 "available": ray.available_resources(),
             }
-            found = serve.status().applications
-            return facts, {name: str(application.status.value) for name, application in found.items()}, None
+            return facts, serve.status().applications, None
     except (DependencyError, ConfigError) as error:
         return None, {}, f"{error.message} {error.hint}"
 

@@ -7,7 +7,7 @@ tests run it on the fakes of `echo.py`, the deployment on Serve handles. A gener
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,7 @@ from deployments.llm.protocol import Answer, Generation, Kind
 from deployments.snapshot import SnapshotFeed
 
 _HEALTH_WAIT_S = 5.0
+_STANDINGS = ("ok", "degraded", "unavailable")
 _EVENT_STREAM = "text/event-stream"
 # A proxy that buffers would hold back a stream until it is over.
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -396,9 +397,9 @@ def _add_operations(app: FastAPI, parts: Parts, access: Access) -> None:
             checks["embedding"] = _state(parts.embedder)
         found = dict(zip(checks, await asyncio.gather(*checks.values()), strict=True))
         # The registry may be away: the last snapshot serves on, so that alone makes nothing unwell.
-        well = not any("error" in state for state in found.values())
-        content = {"status": "ok" if well else "unavailable", "registry": parts.feed.describe(), **found}
-        return JSONResponse(content, status_code=200 if well else 503)
+        status = _worst(state.get("status", "unavailable" if "error" in state else "ok") for state in found.values())
+        content = {"status": status, "registry": parts.feed.describe(), **found}
+        return JSONResponse(content, status_code=503 if status == "unavailable" else 200)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -410,6 +411,10 @@ def _add_operations(app: FastAPI, parts: Parts, access: Access) -> None:
 async def _base_state(parts: Parts, base: Base) -> dict[str, Any]:
     """A base that cannot speak for itself is still called by its name."""
     return {"model": base.name, **await _state(parts.backends[base.name].engine)}
+
+
+def _worst(states: Iterable[str]) -> str:
+    return max(states, key=_STANDINGS.index, default=_STANDINGS[0])
 
 
 async def _state(part: Engine | Embedder) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.errors import CapacityError
 from cluster.vectors.port import Scalar
 from deployments.calls import RESTART_RETRY_AFTER_S, call, translated
+from deployments.gateway import census
 from deployments.gateway.fleet import Ask
 from deployments.gateway.placement import Dispatcher, Placement
 from deployments.gateway.ports import Vectors
@@ -36,6 +37,7 @@ class EngineHandle:
         self._handle = handle
         self._http: aiohttp.ClientSession | None = None
         self._dispatcher = Dispatcher()
+        self._census = census.of_handle(handle, part="the language model")
 
     async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
         if self._http is None:  # made in the event loop that uses it
@@ -52,7 +54,7 @@ class EngineHandle:
             raise translated(error, "the language model") from None
 
     async def describe(self) -> dict[str, Any]:
-        return dict(await call(self._handle.describe, part="the language model"))
+        return await self._census.look()
 
     async def _replica(self, held: AsyncExitStack, ask: Ask) -> wire.Address:
         """A replica with room, until `held` ends; Serve would wait for ever if there is none."""

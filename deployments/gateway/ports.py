@@ -22,7 +22,7 @@ class Engine(Protocol):
         ...
 
     async def describe(self) -> dict[str, Any]:
-        """Facts for health."""
+        """Facts for health. `status`: `ok`, `degraded` or `unavailable`; left out, it is `ok`."""
         ...
 
 

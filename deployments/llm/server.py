@@ -161,6 +161,8 @@ class LLMDeployment(LLMServer):
         except EngineDeadError:
             raise failures.engine_lost() from None
         return {
+            "replica": self._source,
+            "node": self._node,
             "model": self._base,
             "digest": self._model.digest,
             "dtype": self._settings.dtype,

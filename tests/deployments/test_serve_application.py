@@ -52,9 +52,9 @@ def test_the_base_is_right(serve_app: ServeApp) -> None:
 def test_the_replica_was_checked_against_the_reference_before_it_was_ready(serve_app: ServeApp) -> None:
     health = serve_app.http.get("/healthz")
     assert health.status_code == 200
-    llm = health.json()["llm"]
-    assert llm["parity"]["passed"] is True
-    assert llm["digest"] == obtain(BASE, serve_app.home).digest
+    (replica,) = health.json()["llm"]["replicas"]
+    assert replica["parity"]["passed"] is True
+    assert replica["digest"] == obtain(BASE, serve_app.home).digest
 
 
 def test_an_adapter_answers_for_itself_and_says_which_version(serve_app: ServeApp, versions: list[Version]) -> None:
