@@ -111,6 +111,7 @@ def run(size: Size, sink: Sink, *, base: str = BASE) -> Report:
         folders = [root / "adapters" / f"a{number:03}" for number in range(size.adapters)]
         for number, folder in enumerate(folders):
             write_adapter(folder, model.path, seed=number)
+        adapter_mib = _adapter_mib(model.path)
         start = Start(OURS, config, Extras(adapters=root / "adapters"))
         sink(Progress("bench", 0, size.rounds, "rounds", note=f"registering {size.adapters} adapters"))
         with servers.standing({OURS: start}, root) as up:
@@ -120,7 +121,7 @@ def run(size: Size, sink: Sink, *, base: str = BASE) -> Report:
         merged = [_merged(model, folder, root / f"merged-{folder.name}", config) for folder in folders[: size.merged]]
     results, bars = figures(size, loads, cold, merged)
     results.append(Result.of("memory of Flywheel with all of them", "GiB", [memory]))
-    results.append(Result.of("an adapter's files", "MiB", [_adapter_mib(model.path)]))
+    results.append(Result.of("an adapter's files", "MiB", [adapter_mib]))
     return report("adapters", size.rounds, results, bars)
 
 
