@@ -79,6 +79,8 @@ _SERVE: Final = {
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     # The controller looks at all it has this often; at Ray's 0.1 s that alone takes four hundredths of a CPU.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    # … and every replica and proxy hands on its metrics this often, which Prometheus asks for every few seconds.
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
 }
 
 

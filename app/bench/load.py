@@ -24,11 +24,13 @@ class Ask:
 
     prompt: str
     tokens: int
+    model: str | None = None
+    """Unset: the model that the server is known for."""
 
     def body(self, model: str) -> dict[str, Any]:
         """What is sent. `ignore_eos` is vLLM's; without it answers differ in length, and so does the work."""
         return {
-            "model": model,
+            "model": self.model or model,
             "messages": [{"role": "user", "content": self.prompt}],
             "max_tokens": self.tokens,
             "temperature": 0.0,
@@ -108,17 +110,26 @@ def prompts(number: int, *, words: int, seed: int) -> list[str]:
     ]
 
 
-async def drive(url: str, model: str, asks: Sequence[Ask], *, streams: int) -> Load:
-    """Ask all of `asks`, `streams` at once; nothing that the server does raises."""
+async def drive(url: str, model: str, asks: Sequence[Ask], *, streams: int, key: str | None = None) -> Load:
+    """Ask all of `asks`, `streams` at once; nothing that the server does raises. Answers stand as they ended."""
     waiting = iter(asks)
     answers: list[Answer] = []
     # `trust_env`: a proxy of the machine's is not for loopback.
     async with httpx.AsyncClient(
-        base_url=url, timeout=_PATIENCE_S, trust_env=False, limits=httpx.Limits(max_connections=None)
+        base_url=url,
+        headers=authorization(key),
+        timeout=_PATIENCE_S,
+        trust_env=False,
+        limits=httpx.Limits(max_connections=None),
     ) as client:
         began = time.perf_counter()
         await asyncio.gather(*(_stream(client, model, waiting, answers) for _ in range(streams)))
         return Load(time.perf_counter() - began, tuple(answers))
+
+
+def authorization(key: str | None) -> dict[str, str]:
+    """The header that an API key is sent in."""
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 async def _stream(client: httpx.AsyncClient, model: str, waiting: Iterator[Ask], answers: list[Answer]) -> None:

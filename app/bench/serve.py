@@ -5,7 +5,6 @@ ratio is one of neighbouring turns. Who waits is paused (two idle Rays take 0.3 
 client is this process, and not counted. A Hugging Face `generate` loop on one static batch competes without a bar.
 """
 
-import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,10 +18,12 @@ from typing import Any, Final
 import psutil
 
 from app.bench import prices, servers, trees
-from app.bench.load import Ask, Load, drive, prompts
+from app.bench.competitors import OURS
+from app.bench.homes import beside
+from app.bench.load import Ask, Load, prompts
 from app.bench.prices import Offer, Prices, Speed
 from app.bench.report import Bar, Report, Result, report
-from app.bench.servers import Server
+from app.bench.servers import Server, Start
 from app.bench.turns import Referee, Ticket
 from cluster.errors import DependencyError
 from cluster.models import StoredModel, obtain
@@ -31,7 +32,6 @@ from cluster.storage import Home
 from deployments.llm.config import LLMConfig
 
 BASE: Final = "smollm2-135m-instruct"
-OURS: Final = "flywheel"
 RIVALS: Final = ("vllm", "ray", "hf")
 STATIC: Final = "hf"
 """The one that is a loop and no server."""
@@ -126,12 +126,12 @@ def run(
 ) -> ServeReport:
     """Start all, let them work by turns, end all. Each server needs some 2 GiB, and the loop 1."""
     known = known or prices.read()
-    model = obtain(base, Home.current())
-    config = LLMConfig(model=str(model.path), max_model_len=size.max_model_len)
-    names = (OURS, *(name for name in against if name != STATIC))
+    config = LLMConfig(model=base, max_model_len=size.max_model_len)
+    starts = {name: Start(name, config) for name in (OURS, *(name for name in against if name != STATIC))}
     with tempfile.TemporaryDirectory(prefix="flywheel-bench-") as scratch:
-        sink(Progress("bench", 0, size.rounds, "rounds", note="starting " + ", ".join(names)))
-        with servers.standing(names, config, Path(scratch)) as up, _loop(model, config, size, against) as batch:
+        model = obtain(base, beside(Home.current(), Path(scratch) / "home"))
+        sink(Progress("bench", 0, size.rounds, "rounds", note="starting " + ", ".join(starts)))
+        with servers.standing(starts, Path(scratch)) as up, _loop(model, config, size, against) as batch:
             turns, batches = _rounds(size, up, batch, sink)
     results, bars = figures(turns)
     results += loop_figures(batches, max(size.streams))
@@ -145,10 +145,7 @@ def _rounds(
     size: Size, up: Mapping[str, Server], batch: Callable[[int], Batch] | None, sink: Sink
 ) -> tuple[Turns, list[Batch]]:
     for server in up.values():
-        # The first requests of a server fill its caches and pools.
-        asks = [Ask(ask.prompt, _WARM_TOKENS) for ask in size.requests(max(size.streams), -1)]
-        _require_answers(server, asyncio.run(drive(server.url, server.model, asks, streams=max(size.streams))))
-        trees.pause(server.mark)
+        warm_up(server, size)
     turns: dict[int, dict[str, list[Turn]]] = {streams: {name: [] for name in up} for streams in size.streams}
     batches = []
     for number in range(size.rounds):
@@ -156,13 +153,25 @@ def _rounds(
             sink(Progress("bench", number, size.rounds, "rounds", note=f"{streams} streams"))
             asks = size.requests(streams, number)
             for name in _order(list(up), number):
-                with _awake(up[name]):
-                    turn = _turn(up, name, asks, streams)
-                _require_answers(up[name], turn.load)
+                turn = take_turn(up, name, asks, streams)
+                require_answers(up[name], turn.load)
                 turns[streams][name].append(turn)
         if batch:
             batches.append(batch(number))
     return turns, batches
+
+
+def warm_up(server: Server, size: Size) -> None:
+    """The first requests of a server fill its caches and pools. It is paused afterwards."""
+    asks = [Ask(ask.prompt, _WARM_TOKENS) for ask in size.requests(max(size.streams), -1)]
+    require_answers(server, server.drive(asks, streams=max(size.streams)))
+    trees.pause(server.mark)
+
+
+def take_turn(up: Mapping[str, Server], name: str, asks: Sequence[Ask], streams: int) -> Turn:
+    """Wake one of the paused servers, ask it, and pause it again."""
+    with _awake(up[name]):
+        return _turn(up, name, asks, streams)
 
 
 @contextmanager
@@ -188,7 +197,7 @@ def _turn(up: Mapping[str, Server], name: str, asks: Sequence[Ask], streams: int
     server = up[name]
     marks = {each: other.mark for each, other in up.items()}
     all_before, mine_before, before = _busy_s(), time.process_time(), trees.members(marks.values())
-    load = asyncio.run(drive(server.url, server.model, asks, streams=streams))
+    load = server.drive(asks, streams=streams)
     after, mine, everything = trees.members(marks.values()), time.process_time() - mine_before, _busy_s() - all_before
     used = {each: trees.used_s(before[mark], after[mark]) for each, mark in marks.items()}
     return Turn(
@@ -205,7 +214,8 @@ def _busy_s() -> float:
     return float(times.user + times.nice + times.system)
 
 
-def _require_answers(server: Server, load: Load) -> None:
+def require_answers(server: Server, load: Load) -> None:
+    """`DependencyError` if no request was answered well."""
     if len(load.faults) == len(load.answers):
         raise DependencyError(f"The server {server.name!r} answers nothing: {load.faults[0]}", retryable=False)
 

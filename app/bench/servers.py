@@ -3,6 +3,7 @@
 Each has a home of its own with the models of the current one, and a mark by which its processes are known (`trees`).
 """
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from typing import Final
 
 import httpx
 
+from actors.registry.apikeys import Secret
+from app.bench.competitors import NO_EXTRAS, OURS, Extras
 from app.bench.homes import beside
+from app.bench.load import Ask, Load, authorization, drive
 from app.bench.trees import Mark, end, go_on
 from cluster import environment
 from cluster.errors import DependencyError
@@ -41,20 +45,43 @@ class Server:
     mark: Mark
     log: Path
     process: subprocess.Popen[bytes] = field(repr=False)
+    key: str | None = field(default=None, repr=False)
+    """The API key that it wants."""
+
+    def drive(self, asks: Sequence[Ask], *, streams: int) -> Load:
+        """Ask it all of `asks`, `streams` at once."""
+        return asyncio.run(drive(self.url, self.model, asks, streams=streams, key=self.key))
+
+
+@dataclass(frozen=True)
+class Start:
+    """How one server is started: which of `competitors`, on what settings, and with what else."""
+
+    kind: str
+    config: LLMConfig
+    extras: Extras = NO_EXTRAS
 
 
 @contextmanager
-def standing(names: Sequence[str], config: LLMConfig, scratch: Path) -> Iterator[dict[str, Server]]:
-    """The named servers of `competitors`, all of which answer; they start at the same time."""
+def standing(starts: Mapping[str, Start], scratch: Path) -> Iterator[dict[str, Server]]:
+    """The named servers, all of which answer; they start at the same time."""
     with ExitStack() as ending:
         servers = {}
-        for name in names:
+        for name, start in starts.items():
             port = free_port()
-            words = (sys.executable, "-m", "app.bench.competitors", name, str(port), config.model_dump_json())
+            words = (
+                *(sys.executable, "-m", "app.bench.competitors", start.kind, str(port)),
+                *(start.config.model_dump_json(), start.extras.model_dump_json()),
+            )
             (scratch / name).mkdir(parents=True)
             env = {environment.HOME: str(beside(Home.current(), scratch / name).root)}
+            key = Secret.make().text if start.kind == OURS else None
+            if key:
+                env[environment.API_KEY] = key
             servers[name] = ending.enter_context(
-                started(name, words, port=port, model=config.served_as, log=scratch / f"{name}.log", env=env)
+                started(
+                    name, words, port=port, model=start.config.served_as, log=scratch / f"{name}.log", env=env, key=key
+                )
             )
         for server in servers.values():
             wait_until_it_answers(server)
@@ -63,7 +90,14 @@ def standing(names: Sequence[str], config: LLMConfig, scratch: Path) -> Iterator
 
 @contextmanager
 def started(
-    name: str, words: Sequence[str], *, port: int, model: str, log: Path, env: Mapping[str, str]
+    name: str,
+    words: Sequence[str],
+    *,
+    port: int,
+    model: str,
+    log: Path,
+    env: Mapping[str, str],
+    key: str | None = None,
 ) -> Iterator[Server]:
     """The process of a server, which need not answer yet; ended with all that belongs to it."""
     mark = Mark()
@@ -77,7 +111,7 @@ def started(
             start_new_session=True,
         )  # fmt: skip
     try:
-        yield Server(name, f"http://127.0.0.1:{port}", model, mark, log, process)
+        yield Server(name, f"http://127.0.0.1:{port}", model, mark, log, process, key)
     finally:
         go_on(mark)  # a paused process hears nothing
         process.terminate()
@@ -92,7 +126,8 @@ def wait_until_it_answers(server: Server, *, within_s: float = START_S) -> None:
     ask = {"model": server.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     deadline = time.monotonic() + within_s
     said = "nothing listens"
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=within_s) as client:
+    headers = authorization(server.key)
+    with httpx.Client(base_url=server.url, headers=headers, trust_env=False, timeout=within_s) as client:
         while time.monotonic() < deadline:
             if (code := server.process.poll()) is not None:
                 raise _failed(server, f"ended with exit status {code}")

@@ -14,7 +14,7 @@ from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
     from app.bench.report import Bar, Report
-    from app.bench.serve import ServeReport
+    from app.bench.serve import ServeReport, Size
 
 EXAMPLES = "Example: `flywheel bench registry --json`"
 cli = typer.Typer(help="Measure this machine against the bars.", no_args_is_help=True, epilog=EXAMPLES)
@@ -167,6 +167,9 @@ def serve(
     prices: Annotated[
         Path | None, typer.Option(help="YAML file of what machines and APIs cost; default: examples.")
     ] = None,
+    compare_settings: Annotated[
+        bool, typer.Option("--compare-settings", help="Instead: the engine alone, one setting changed at a time.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Flywheel's gateway beside vLLM's server and Ray's: speed, waiting, CPU, and what a million tokens costs."""
@@ -174,8 +177,13 @@ def serve(
     from app.bench.serve import RIVALS, Size, run
 
     wanted = _numbers(streams)
-    priced = known.read(prices)
     size = Size.short(wanted, rounds) if short else Size(wanted, rounds)
+    if compare_settings:
+        if against or prices:
+            raise ConfigError("--compare-settings takes neither --against nor --prices: it knows no rivals.")
+        _compare_settings(size, base, as_json=as_json)
+        return
+    priced = known.read(prices)
     with Display(notes) as display, display.stage("bench"):
         found = run(size, display, base=base, against=tuple(map(str, against or RIVALS)), known=priced)
     _show(found, as_json=as_json)
@@ -198,6 +206,37 @@ def routing(
     size = Size(replicas=replicas, adapters=adapters, slots=slots, requests=requests, runs=runs)
     with Display(notes) as display, display.stage("bench"):
         found = run(size, display)
+    _show(found, as_json=as_json)
+
+
+def _compare_settings(size: "Size", base: str, *, as_json: bool) -> None:
+    from app.bench import settings
+
+    with Display(notes) as display, display.stage("bench"):
+        found = settings.run(size, display, base=base)
+    _show(found, as_json=as_json)
+
+
+@cli.command(epilog=EXAMPLES)
+def adapters(
+    base: Annotated[str, typer.Option(help="Model to serve: a name in the catalog, a folder, or a hub id.")] = (
+        "smollm2-135m-instruct"
+    ),
+    number: Annotated[int, typer.Option("--adapters", min=2, help="How many adapters.")] = 64,
+    resident: Annotated[int, typer.Option(min=1, help="How many of them a replica holds.")] = 8,
+    merged: Annotated[int, typer.Option(min=0, help="Merged models that are loaded one after another.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 3,
+    short: Annotated[bool, typer.Option("--short", help="Few adapters, short answers: whether it works.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Many adapters on one base, beside one adapter, and beside a merged model for each."""
+    from app.bench.adapters import Size, run
+
+    if resident >= number and not short:
+        raise ConfigError(f"--resident {resident} holds all of --adapters {number}.", hint="Name more adapters.")
+    size = Size.short(rounds) if short else Size(adapters=number, resident=resident, merged=merged, rounds=rounds)
+    with Display(notes) as display, display.stage("bench"):
+        found = run(size, display, base=base)
     _show(found, as_json=as_json)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import openai
+import psutil
 import pytest
 
 from actors.registry.facts import Version, VersionFact
 from cluster.models import obtain
 from cluster.signing import signature_path
 from tests.adapters import write_adapter
+from tests.processes import of_home
 from tests.serving import BASE, EMBEDDER, MAX_LORA_RANK, MAX_MODEL_LEN, ServeApp
 
 pytestmark = pytest.mark.serve
@@ -112,6 +114,24 @@ def test_models_are_listed_with_parent_and_root(serve_app: ServeApp, versions: l
     assert listed[f"{BASE}:serving/1"]["parent"] == BASE
     assert listed[f"{BASE}:serving/1"]["root"] == f"{BASE}:serving/1"
     assert serve_app.sdk.models.retrieve(f"{BASE}:serving").id == f"{BASE}:serving"
+
+
+def test_only_the_gateways_port_is_haproxys(serve_app: ServeApp) -> None:
+    of_ours = [pid for pid, line in of_home(serve_app.home.root).items() if "bin/haproxy" in line]
+    assert of_ours
+    listening = {
+        tuple(each.laddr)
+        for pid in of_ours
+        for each in psutil.Process(pid).net_connections()
+        if each.status == psutil.CONN_LISTEN
+    }
+    assert listening == {("127.0.0.1", serve_app.config.gateway.port)}
+
+
+def test_an_id_is_echoed_once(serve_app: ServeApp) -> None:
+    mine = serve_app.http.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert mine.headers.get_list("x-request-id") == ["mine-1"]
+    assert len(serve_app.http.get("/v1/models").headers.get_list("x-request-id")) == 1
 
 
 def test_embeddings_in_both_encodings_are_the_same_unit_vectors(serve_app: ServeApp) -> None:
