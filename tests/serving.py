@@ -19,6 +19,8 @@ from deployments.config import ServeConfig
 from tests.adapters import write_adapter
 
 BASE = "smollm2-135m-instruct"
+TINY = "tiny-words"
+"""A second base beside it: quick, and so sure of its words that no batch changes one."""
 EMBEDDER = "all-minilm-l6-v2"
 MAX_MODEL_LEN = 512
 MAX_LORA_RANK = 16
@@ -40,11 +42,12 @@ class ServeApp:
     http: httpx.Client = field(repr=False)
     sdk: openai.OpenAI = field(repr=False)
 
-    def register(self, name: str, *, seed: int, rank: int = 8) -> Version:
+    def register(self, name: str, *, seed: int, rank: int = 8, base: str = BASE) -> Version:
         """A new version of `name` whose answers differ from the base's and from those of other seeds."""
+        (like,) = (engine.model for engine in self.config.llm if engine.served_as == base)
         with tempfile.TemporaryDirectory() as scratch:
-            folder = write_adapter(Path(scratch) / "adapter", obtain(BASE, self.home).path, seed=seed, rank=rank)
-            return self.registry.register(VersionFact(name=name, kind="adapter", source_path=folder, base=BASE))
+            folder = write_adapter(Path(scratch) / "adapter", obtain(like, self.home).path, seed=seed, rank=rank)
+            return self.registry.register(VersionFact(name=name, kind="adapter", source_path=folder, base=base))
 
     def say(self, model: str, question: str = "What is the capital of France?", **settings: Any) -> str:
         """The answer of `model`, greedy and short."""
@@ -58,8 +61,13 @@ class ServeApp:
 @contextmanager
 def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
     """The application on a free port of this machine, stopped at the end."""
-    from deployments import application  # heavy: brings vLLM's configuration into the driver
+    # Heavy: they bring torch and vLLM's configuration into the driver.
+    from deployments import application
+    from tests.bases import write_base
 
+    tiny = home.root / "bases" / TINY
+    if not tiny.is_dir():
+        write_base(tiny, obtain(BASE, home).path, seed=1)
     config = ServeConfig.model_validate(
         {
             "gateway": {
@@ -68,13 +76,16 @@ def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
                 "body_timeout_s": BODY_TIMEOUT_S,
                 "require_keys": False,
             },
-            "llm": {
-                "model": BASE,
-                "max_model_len": MAX_MODEL_LEN,
-                "max_lora_rank": MAX_LORA_RANK,
-                "keep": [KEPT],
-                "tool_parser": "hermes",
-            },
+            "llm": [
+                {
+                    "model": BASE,
+                    "max_model_len": MAX_MODEL_LEN,
+                    "max_lora_rank": MAX_LORA_RANK,
+                    "keep": [KEPT],
+                    "tool_parser": "hermes",
+                },
+                {"model": str(tiny), "max_model_len": MAX_MODEL_LEN, "dtype": "float32", "max_adapters": 4},
+            ],
             "embedding": {"model": EMBEDDER},
         }
     )

@@ -88,6 +88,8 @@ def _engine_settings(config: LLMConfig, *, gpu: bool) -> dict[str, Any]:
         "max_loras": config.max_loras,
         # The same number as `ResidentAdapters` is given, which makes room before it loads: vLLM never evicts by itself.
         "max_cpu_loras": config.max_adapters,
+        # `usage.prompt_tokens_details.cached_tokens`, as OpenAI's: what of the prompt was in the prefix cache.
+        "enable_prompt_tokens_details": True,
         # For the adapter's own; the replica refuses a client's (see templates.py).
         "trust_request_chat_template": True,
     }

@@ -154,7 +154,7 @@ def test_tokens_and_scores(serve_app: ServeApp, versions: list[Version]) -> None
         assert counted is not None
         assert made["count"] == len(made["tokens"]) == counted.prompt_tokens
         assert made["max_model_len"] == MAX_MODEL_LEN
-    refused = serve_app.http.post("/detokenize", json={"tokens": ["x"]})
+    refused = serve_app.http.post("/detokenize", json={"model": BASE, "tokens": ["x"]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
     scored = serve_app.http.post(
         "/v1/score",

@@ -1,12 +1,10 @@
 """A whole model goes an adapter's way: measured against its base, gated, registered, promoted, found by `serve`."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from actors.data.examples import ChatExample
 from actors.data.rows import Message
@@ -19,41 +17,17 @@ from app import recipe as recipes
 from app.pipelines import stages
 from app.pipelines.serve import resolved
 from app.pipelines.versions import verified
-from cluster.models import TOKENIZER_FILES, obtain
+from cluster.models import obtain
 from cluster.progress import silent
 from cluster.session import Session
 from cluster.storage import Home, digest_folder
 from cluster.tracking import MemoryTracker
+from tests.bases import write_base
 
 pytestmark = pytest.mark.integration
 
 NAME = "whole-words"
 TOKENS = 4
-
-
-def write_model(folder: Path, like: Path, *, seed: int) -> Path:
-    """A tiny Llama that talks as `like` is talked to, and is sure of what it says: greedy tokens lead by nats."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=49152,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
-    with torch.no_grad():
-        model.lm_head.weight *= 60
-    model.save_pretrained(folder)
-    for name in TOKENIZER_FILES:
-        if (like / name).is_file():
-            shutil.copyfile(like / name, folder / name)
-    return folder
 
 
 def answers(folder: Path, chats: Sequence[list[Message]]) -> list[str]:
@@ -71,8 +45,8 @@ def test_a_whole_model_is_evaluated_registered_promoted_and_found(
     ray_session: Session, registry: RegistryClient, home: Home, tmp_path: Path
 ) -> None:
     talks = obtain("smollm2-135m-instruct", home).path
-    base = obtain(str(write_model(tmp_path / "base", talks, seed=1)), home)
-    trained = write_model(tmp_path / "export-step-2", talks, seed=2)
+    base = obtain(str(write_base(tmp_path / "base", talks, seed=1)), home)
+    trained = write_base(tmp_path / "export-step-2", talks, seed=2)
     chats: list[list[Message]] = [[{"role": "user", "content": f"Say word {number}."}] for number in range(8)]
     held_out = [
         ChatExample(str(number), [*chat, {"role": "assistant", "content": said}], f"group {number}")
