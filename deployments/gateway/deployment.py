@@ -14,6 +14,7 @@ from deployments.gateway.app import Parts, create_app
 from deployments.gateway.handles import CollectionsHandle, EmbedderHandle, EngineHandle
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Served
+from deployments.gateway.placement import Dispatcher
 from deployments.logs import join_serve
 from deployments.reporting import Reporter, whoami
 from deployments.snapshot import SnapshotFeed
@@ -36,6 +37,9 @@ class Gateway:
         join_serve()
         self._config = config.gateway
         feed = SnapshotFeed(RegistryHandle(patience_s=REGISTRY_PATIENCE_S), poll_s=config.gateway.snapshot_poll_s)
+        dispatcher = Dispatcher(build=config.llm.build if config.llm else None)
+        admission = Admission.of(config.gateway, replicas=lambda: dispatcher.live)
+        engine = EngineHandle(llm, dispatcher, waiting=lambda: admission.waiting) if llm else None
         self._parts = Parts(
             served=Served(
                 llm=config.llm.served_as if config.llm else None,
@@ -46,12 +50,14 @@ class Gateway:
             ),
             feed=feed,
             metrics=GatewayMetrics(),
-            admission=Admission.of(config.gateway),
-            engine=EngineHandle(llm) if llm else None,
+            admission=admission,
+            engine=engine,
             embedder=EmbedderHandle(embedding) if embedding else None,
             collections=CollectionsHandle(search) if search else None,
         )
         await feed.start(wait_s=FIRST_SNAPSHOT_WAIT_S)
+        if engine is not None:
+            await engine.wait_for_ours()
         self._source, self._node = whoami()
         usage = self._parts.metrics.usage
         self._reporter = Reporter(self._traffic, lambda report: usage.reported(report.traffic))
