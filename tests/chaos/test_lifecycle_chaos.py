@@ -50,12 +50,15 @@ def become(app: ServeApp, llm: dict[str, Any], gateway: dict[str, Any] | None = 
 
 def replicas(app: ServeApp) -> list[int]:
     """Processes of the engine's replicas."""
-    return sorted(
-        process.pid
-        for process in psutil.process_iter()
-        if " ".join(process.cmdline()).startswith(f"ray::ServeReplica:{app.config.name}:llm")
-        and process.environ().get(environment.HOME) == str(app.home.root)
-    )
+    return sorted(process.pid for process in psutil.process_iter() if _is_replica(process, app))
+
+
+def _is_replica(process: psutil.Process, app: ServeApp) -> bool:
+    try:
+        named = " ".join(process.cmdline()).startswith(f"ray::ServeReplica:{app.config.name}:llm")
+        return named and process.environ().get(environment.HOME) == str(app.home.root)
+    except psutil.Error:  # it has ended meanwhile, and perhaps nobody has fetched its status
+        return False
 
 
 def running(app: ServeApp) -> int:
