@@ -16,10 +16,14 @@ from ray.serve.exceptions import RayServeException
 
 from cluster import environment
 from cluster.errors import ConfigError, DependencyError
+from cluster.models import locate
+from cluster.storage import Home
 from deployments.config import ServeConfig
 from deployments.embedding.server import build as build_embedding
 from deployments.gateway.deployment import Gateway
+from deployments.llm.build import SURGE_PERCENT
 from deployments.llm.build import build as build_llm
+from deployments.llm.preflight import check as check_llm
 from deployments.search.server import build as build_search
 
 IMPORT_PATH = "deployments.application:build"
@@ -47,6 +51,7 @@ def build(config: ServeConfig) -> Application:
         name="gateway",
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=GATEWAY_REQUESTS,
+        max_surge_percent=SURGE_PERCENT,
         graceful_shutdown_timeout_s=SHUTDOWN_WAIT_S,
         ray_actor_options={
             "num_cpus": 0,
@@ -61,17 +66,31 @@ def run(config: ServeConfig) -> str:
 
     Raises `DependencyError` with the reason if a part cannot start, for example if the parity check fails.
     """
+    preflight(config, Home.current())
     serve.start(proxy_location="HeadOnly", http_options=_http(config))
     try:
         serve.run(build(config), name=config.name, route_prefix="/")
     except (RuntimeError, RayServeException) as error:
         raise DependencyError(
             f"The application {config.name!r} did not start. {_first_fault(config.name) or error}",
-            hint="All that the replicas said is in Ray's log folder, under serve/.",
+            hint="What served before serves on; a replica of it that dies is not replaced until a good configuration "
+            "is deployed. All that the replicas said is in Ray's log folder, under serve/.",
             retryable=False,
         ) from None
     _wait_until_it_answers(url(config))
     return url(config)
+
+
+def preflight(config: ServeConfig, home: Home) -> None:
+    """Refuse what can be known to fail before anything that runs is touched. `ConfigError` names the setting.
+
+    Weights may be on the replicas' nodes only: a model that is not in this machine's store is not looked into.
+    """
+    if config.embedding:
+        locate(config.embedding.model, home)
+    for base in config.llm:
+        if (folder := locate(base.model, home)) is not None:
+            check_llm(base, folder)
 
 
 def _first_fault(name: str) -> str | None:

@@ -10,7 +10,7 @@ from cluster.models import served_name
 from deployments.embedding.config import EmbeddingConfig
 from deployments.gateway.config import GatewayConfig
 from deployments.llm import registered
-from deployments.llm.config import LLMConfig
+from deployments.llm.config import LLMConfig, ReplicaRange
 from deployments.search.config import SearchConfig
 
 
@@ -68,3 +68,15 @@ class ServeConfig(Config):
     def _as_written(self, bases: tuple[LLMConfig, ...], dump: SerializerFunctionWrapHandler) -> Any:
         dumped = dump(bases)
         return dumped[0] if len(dumped) == 1 else dumped
+
+    @model_validator(mode="after")
+    def _scale_is_reached(self) -> Self:
+        for base in self.llm:
+            scale = base.replicas
+            if isinstance(scale, ReplicaRange) and scale.target_requests > self.gateway.max_running:
+                raise ValueError(
+                    f"llm.replicas.target_requests {scale.target_requests} is more than gateway.max_running "
+                    f"{self.gateway.max_running}: requests would wait beside replicas that are not full enough for "
+                    "another to start; lower the one or raise the other"
+                )
+        return self

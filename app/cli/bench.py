@@ -240,6 +240,26 @@ def adapters(
     _show(found, as_json=as_json)
 
 
+@cli.command(epilog=EXAMPLES)
+def overload(
+    base: Annotated[str, typer.Option(help="Model to serve: a name in the catalog, a folder, or a hub id.")] = (
+        "smollm2-135m-instruct"
+    ),
+    factor: Annotated[float, typer.Option(min=1.5, help="How many times its capacity is asked for.")] = 3.0,
+    short: Annotated[bool, typer.Option("--short", help="Half a minute a phase: whether it holds.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Goodput when three times as much is asked for as the engine can do: answers in time, refusals, waiting."""
+    from dataclasses import replace
+
+    from app.bench.overload import Size, run
+
+    size = replace(Size.short() if short else Size(), factor=factor)
+    with Display(notes) as display, display.stage("bench"):
+        found = run(size, display, base=base)
+    _show(found, as_json=as_json)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         numbers = tuple(sorted({int(word) for word in text.split(",")}))

@@ -36,6 +36,7 @@ def build(config: EmbeddingConfig) -> Application:
             name=NAME,
             num_replicas=config.replicas,
             max_ongoing_requests=ONGOING_REQUESTS,
+            max_surge_percent=100,  # an update leaves no gap
             health_check_period_s=HEALTH_PERIOD_S,
             max_constructor_retry_count=START_TRIES,
             ray_actor_options={

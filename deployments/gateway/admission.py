@@ -43,7 +43,7 @@ class Turn:
 
 
 class Admission:
-    """Lets `max_running` requests through at a time, and holds the others by key. Used from one event loop."""
+    """Lets `max_running` requests through for each replica, and holds the others by key. Used from one event loop."""
 
     def __init__(
         self,
@@ -53,22 +53,27 @@ class Admission:
         max_waiting_per_key: int,
         max_wait_s: float,
         weight: Callable[[str], float] = lambda _: 1.0,
+        replicas: Callable[[], int] = lambda: 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`weight`: a key's share relative to the others'; asked once while a key is known."""
+        """`weight`: a key's share relative to the others'; asked once while a key is known.
+
+        `replicas`: how many engines there are now; each takes `max_running`.
+        """
         self._limits = Limits(max_running, max_waiting, max_waiting_per_key, max_wait_s)
-        self._queue = FairQueue(self._limits, weight=weight)
+        self._queue = FairQueue(self._limits, weight=weight, replicas=replicas)
         self._clock = clock
         self._wakes: dict[Place, asyncio.Future[None]] = {}
 
     @classmethod
-    def of(cls, config: GatewayConfig) -> "Admission":
+    def of(cls, config: GatewayConfig, *, replicas: Callable[[], int] = lambda: 1) -> "Admission":
         """As the settings say."""
         return cls(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
             max_waiting_per_key=config.max_waiting_per_caller,
             max_wait_s=config.max_wait_s,
+            replicas=replicas,
         )
 
     @property

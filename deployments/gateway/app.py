@@ -26,7 +26,7 @@ from deployments.gateway import models, schemas
 from deployments.gateway.access import Access
 from deployments.gateway.admission import Admission, Turn
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.errors import out_of_time, problem
+from deployments.gateway.errors import fell_silent, out_of_time, problem
 from deployments.gateway.keys import Caller
 from deployments.gateway.limits import Limiter, Reservation
 from deployments.gateway.metrics import GatewayMetrics
@@ -171,7 +171,7 @@ async def _generation(
         answers = backend.engine.generate(generation)
         held.push_async_callback(_close, answers)
         account = Account(turn, reservation, trace)
-        response = await _answered(answers, generation, target, parts, body, deadline, account)
+        response = await _answered(answers, generation, target, parts, body, deadline, config.idle_timeout_s, account)
         if isinstance(response, HeldStream):
             response.held = held.pop_all()
     return response
@@ -208,6 +208,7 @@ async def _answered(
     parts: Parts,
     body: schemas.GenerationBody,
     deadline: float,
+    idle_s: float,
     account: Account,
 ) -> Response:
     # The status line must wait for the first answer: a refused request has to be a 4xx, not a broken stream.
@@ -229,7 +230,7 @@ async def _answered(
         # Some refusals come from the engine as the first event of a stream.
         raise assembler.fault
     return HeldStream(
-        _events(events, answers, assembler, deadline, parts.metrics, account),
+        _events(events, answers, assembler, _Patience(deadline, idle_s), parts.metrics, account),
         media_type=_EVENT_STREAM,
         headers={**_STREAM_HEADERS, VERSION_HEADER: target.version},
     )
@@ -245,11 +246,27 @@ def _whole(answer: dict[str, Any], target: Target, parts: Parts, account: Accoun
     )
 
 
+@dataclass
+class _Patience:
+    """How long a stream is waited for: until its deadline, and not so long for any one event."""
+
+    deadline: float
+    idle_s: float
+
+    def until(self) -> float:
+        return min(self.deadline, asyncio.get_running_loop().time() + self.idle_s)
+
+    def verdict(self) -> FlywheelError:
+        """Why the time is over."""
+        ended = asyncio.get_running_loop().time() >= self.deadline
+        return out_of_time() if ended else fell_silent(self.idle_s)
+
+
 async def _events(
     events: list[bytes],
     answers: AsyncIterator[Answer],
     assembler: StreamAssembler,
-    deadline: float,
+    patience: _Patience,
     metrics: GatewayMetrics,
     account: Account,
 ) -> AsyncIterator[bytes]:
@@ -259,7 +276,7 @@ async def _events(
             yield b"".join(events)
         try:
             while True:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(patience.until()):
                     answer = await anext(answers, None)
                 if answer is None:
                     break
@@ -270,7 +287,7 @@ async def _events(
         except FlywheelError as error:
             last = assembler.fail(error)
         except TimeoutError:
-            last = assembler.fail(out_of_time())
+            last = assembler.fail(patience.verdict())
         yield b"".join(last)
     finally:
         if assembler.fault:

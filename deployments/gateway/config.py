@@ -19,9 +19,12 @@ class GatewayConfig(Config):
     """Longest answer, from the request to its last byte."""
     body_timeout_s: float = Field(default=30.0, gt=0)
     """How long a client may take to send its body."""
+    idle_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest silence within a stream that has begun; then it ends with an error event."""
     max_request_bytes: int = Field(default=8 << 20, ge=1024)
     max_running: int = Field(default=64, ge=1)
-    """Generations that one gateway replica has in the engines' hands at a time; more wait their fair turn."""
+    """Generations that one gateway replica has in the hands of each replica of the engine; more wait their fair
+    turn."""
     max_waiting: int = Field(default=256, ge=0)
     """Requests that wait for a turn, of all callers; the next is told 429."""
     max_waiting_per_caller: int = Field(default=64, ge=0)

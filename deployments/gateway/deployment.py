@@ -1,5 +1,6 @@
 """The gateway as a Serve deployment: builds the ports from handles, and the app from the ports. No routes here."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +14,14 @@ from deployments.config import ServeConfig
 from deployments.gateway.admission import Admission
 from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.budgets import EVERY_S, BudgetFeed
+from deployments.gateway.config import GatewayConfig
 from deployments.gateway.handles import CollectionsHandle, EmbedderHandle, EngineHandle
 from deployments.gateway.limits import Limiter
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served
+from deployments.gateway.placement import Dispatcher
 from deployments.gateway.usage import KeyUsage
+from deployments.llm.config import LLMConfig
 from deployments.logs import join_serve
 from deployments.reporting import Reporter, siblings, whoami
 from deployments.snapshot import SnapshotFeed
@@ -43,6 +47,7 @@ class Gateway:
         feed = SnapshotFeed(registry, poll_s=config.gateway.snapshot_poll_s)
         self._keys = KeyUsage()
         self._limiter = Limiter(replicas=siblings(), charged=self._keys.charged, hear_first=True)
+        behind = {base.served_as: _engine(engines[part], base, config.gateway) for part, base in config.engines.items()}
         self._parts = Parts(
             served=Served(
                 bases=tuple(
@@ -54,15 +59,13 @@ class Gateway:
             ),
             feed=feed,
             metrics=GatewayMetrics(),
-            backends={
-                base.served_as: Backend(EngineHandle(engines[part]), Admission.of(config.gateway))
-                for part, base in config.engines.items()
-            },
+            backends={name: Backend(engine, admission) for name, (engine, admission) in behind.items()},
             embedder=EmbedderHandle(embedding) if embedding else None,
             collections=CollectionsHandle(search) if search else None,
             limiter=self._limiter,
         )
         await feed.start(wait_s=FIRST_SNAPSHOT_WAIT_S)
+        await asyncio.gather(*(engine.wait_for_ours() for engine, _ in behind.values()))
         self._source, self._node = whoami()
         self._reporter = Reporter(self._used, self._reported, every_s=EVERY_S)
         self._reporter.start()
@@ -87,3 +90,10 @@ class Gateway:
         """Ray's hook for an ingress whose app needs the replica's handles."""
         # Serve's proxy gives every request an id, and sends it back itself.
         return create_app(self._parts, self._config, send_id=False)
+
+
+def _engine(handle: DeploymentHandle, base: LLMConfig, config: GatewayConfig) -> tuple[EngineHandle, Admission]:
+    """A base's engine and the queue before it, each of which has to know of the other."""
+    dispatcher = Dispatcher(build=base.build)
+    admission = Admission.of(config, replicas=lambda: dispatcher.live)
+    return EngineHandle(handle, dispatcher, waiting=lambda: admission.waiting), admission

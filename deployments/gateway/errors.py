@@ -81,6 +81,11 @@ def out_of_time() -> RequestError:
     )
 
 
+def fell_silent(idle_s: float) -> RequestError:
+    """A stream that has begun, and has got nothing for `gateway.idle_timeout_s`."""
+    return RequestError(f"The engine has said nothing for {idle_s:g} s.", status=504, code="timeout")
+
+
 def _busy(error: FlywheelError, code: str, retry_after_s: float | None) -> Problem:
     headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))} if retry_after_s is not None else {}
     return Problem(error.status, _said(error), _type(error.status), code=code, headers=headers)

@@ -38,6 +38,7 @@ class Limits:
     """How many may run and wait."""
 
     max_running: int
+    """… on each replica of the engine."""
     max_waiting: int
     max_waiting_per_key: int
     max_wait_s: float
@@ -99,8 +100,16 @@ class _Line:
 class FairQueue:
     """The lines of all keys, and how many run. Every method returns the places whose state it has changed."""
 
-    def __init__(self, limits: Limits, *, weight: Callable[[str], float] = lambda _: 1.0) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        weight: Callable[[str], float] = lambda _: 1.0,
+        replicas: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """`replicas`: how many there are now; asked at every event, so that a new one is filled at the next."""
         self._limits = limits
+        self._replicas = replicas
         self._weight = weight
         self._lines: dict[str, _Line] = {}
         self._heads: list[tuple[float, int, str]] = []
@@ -118,7 +127,7 @@ class FairQueue:
         """A request of `tokens` (an estimate): it runs, waits, or is refused; and whom it has displaced."""
         place = Place(key, max(1, tokens), now_s)
         line = self._line(key)
-        if self.running < self._limits.max_running and not self.waiting:
+        if not self._full and not self.waiting:
             line.tag = max(line.tag, self._now_tag)
             self._run(line, place, now_s)
             return place, []
@@ -190,7 +199,7 @@ class FairQueue:
 
     @property
     def _full(self) -> bool:
-        return self.running >= self._limits.max_running
+        return self.running >= self._limits.max_running * max(1, self._replicas())
 
     def _line(self, key: str) -> _Line:
         line = self._lines.get(key)

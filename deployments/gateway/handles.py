@@ -5,8 +5,10 @@ It knows which deployment method answers which port; it decides no status and no
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -19,55 +21,104 @@ from cluster.vectors.port import Scalar
 from deployments.calls import RESTART_RETRY_AFTER_S, call, translated
 from deployments.gateway import census
 from deployments.gateway.fleet import Ask
-from deployments.gateway.placement import Dispatcher, Placement
+from deployments.gateway.placement import Census, Dispatcher, Placement
 from deployments.gateway.ports import Vectors
 from deployments.llm import wire
 from deployments.llm.protocol import Answer, Generation
 
 _PREFIX_LENGTH = 1024
 _PREFIX_MESSAGES = 4
+_TRIES = 2
+CENSUS_WAIT_S = 3.0
+CENSUS_PAUSE_S = 0.5
 REPLICA_WAIT_S = 5.0
 """A start takes ten times as long: who waits for one should do so at home."""
+RELEASE_WAIT_S = 1.0
+"""A replica that hangs does not confirm that its place is given back; the client's verdict does not wait for it."""
 
 
 class EngineHandle:
     """`ports.Engine` over the LLM deployment: Serve says which replica, and the answer comes from there by HTTP."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, dispatcher: Dispatcher, *, waiting: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`waiting`: how many wait at this gateway for their turn."""
         self._handle = handle
         self._http: aiohttp.ClientSession | None = None
-        self._dispatcher = Dispatcher()
+        self._dispatcher = dispatcher
+        self._waiting = waiting
+        self._name = uuid.uuid4().hex[:8]
+        self._releases: set[asyncio.Task[None]] = set()
         self._census = census.of_handle(handle, part="the language model")
 
     async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
         if self._http is None:  # made in the event loop that uses it
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+        generation = replace(generation, gateway=self._name, waiting=self._waiting())
+        held = AsyncExitStack()
         try:
-            async with AsyncExitStack() as held:
-                # Held to the end: Serve counts the answer as one that the replica has in hand, for routing, for
-                # scaling and for letting it end before the replica goes.
-                address = await self._replica(held, asked_of(generation))
-                answers = await held.enter_async_context(aclosing(wire.answers(self._http, address, generation)))
+            # Held to the end: Serve counts the answer as one that the replica has in hand, for routing and for
+            # letting it end before the replica goes.
+            replica, address = await self._replica(held, asked_of(generation))
+            async with aclosing(wire.answers(self._http, address, generation)) as answers:
                 async for answer in answers:
                     yield answer
+        except wire.SilentReplica as error:
+            self._dispatcher.doubt(replica)
+            raise error.told from None
         except (RayError, RayServeException) as error:
             raise translated(error, "the language model") from None
+        finally:
+            await self._release(held)
 
     async def describe(self) -> dict[str, Any]:
         return await self._census.look()
 
-    async def _replica(self, held: AsyncExitStack, ask: Ask) -> wire.Address:
-        """A replica with room, until `held` ends; Serve would wait for ever if there is none."""
-        try:
-            async with asyncio.timeout(REPLICA_WAIT_S):
-                chosen = await held.enter_async_context(self._handle.choose_replica(Placement(self._dispatcher, ask)))
-        except TimeoutError:
-            raise CapacityError(
-                "No replica of the language model is there to answer. One is being started.",
-                retry_after_s=RESTART_RETRY_AFTER_S,
-            ) from None
-        held.enter_context(self._dispatcher.sent(chosen.replica_id, ask))
-        return wire.Address(**chosen.replica_metadata)
+    async def wait_for_ours(self) -> None:
+        """In an update: returns once a replica of our own settings is there, and at once if there is none at all.
+
+        Until then the gateway before us serves on with the replicas before ours; if ours never come, it goes on.
+        """
+        while True:
+            census = Census(self._dispatcher)
+            with suppress(TimeoutError, RayError, RayServeException):
+                async with asyncio.timeout(CENSUS_WAIT_S), self._handle.choose_replica(census):
+                    pass
+            if not census.others or census.ours:
+                return
+            await asyncio.sleep(CENSUS_PAUSE_S)
+
+    async def _replica(self, held: AsyncExitStack, ask: Ask) -> tuple[str, wire.Address]:
+        """A replica with room, until `held` ends; Serve would wait for ever if there is none, or if it hangs."""
+        for _ in range(_TRIES):
+            placement = Placement(self._dispatcher, ask, wait_s=REPLICA_WAIT_S)
+            try:
+                async with asyncio.timeout(REPLICA_WAIT_S):
+                    chosen = await held.enter_async_context(self._handle.choose_replica(placement))
+            except TimeoutError:
+                if not placement.tried:
+                    break
+                self._dispatcher.doubt(placement.tried[-1])
+                continue
+            held.enter_context(self._dispatcher.sent(chosen.replica_id, ask))
+            return chosen.replica_id, wire.Address.of(chosen.replica_metadata)
+        raise CapacityError(
+            "No replica of the language model is there to answer. One is being started.",
+            retry_after_s=RESTART_RETRY_AFTER_S,
+        )
+
+    async def _release(self, held: AsyncExitStack) -> None:
+        """Give the replica's place back, and wait for that only as long as a replica needs that is well."""
+        release = asyncio.create_task(_close(held), name="release")
+        self._releases.add(release)  # else nothing would hold it
+        release.add_done_callback(self._releases.discard)
+        await asyncio.wait([release], timeout=RELEASE_WAIT_S)
+
+
+async def _close(held: AsyncExitStack) -> None:
+    with suppress(RayError, RayServeException):  # of one that has died meanwhile there is nothing to give back
+        await held.aclose()
 
 
 def asked_of(generation: Generation) -> Ask:

@@ -1,21 +1,28 @@
 """Where each generation goes: Serve's replicas as a `Fleet`, and a policy's choice as Serve wants it.
 
-Serve lets a deployment bring its own request router, in every process that holds a handle to it. Ours (`serve_router`)
+Serve lets a deployment bring its own request router, in every process that has a handle to it. Ours (`serve_router`)
 asks the request itself: what it gets as its first argument is a `Placement`, which belongs to the gateway and knows the
 load that the gateway has sent. So the router holds nothing, and the policy is `routing`'s, which knows no Ray.
 """
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 from ray.serve.request_router import RunningReplica
 
 from deployments.gateway.fleet import Ask, Fleet, Replica
 from deployments.gateway.routing import Affine, Choice, Policy
+from deployments.llm.protocol import Build
+
+SILENT_S = 6.0
+"""Reports come each second. Who is this much behind the others hangs, or is cut off."""
+_BEAT = "beat"
+"""In a report: its number. Serve hands over all reports anew when one of them is new."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +35,21 @@ class Dispatcher:
     """
 
     policy: Policy = field(default_factory=Affine)
+    build: Build | None = None
+    """What the gateway was deployed with. Set: replicas that serve another model are none of ours."""
+    clock: Callable[[], float] = time.monotonic
     _fleet: Fleet = field(default_factory=lambda: Fleet.of(()))
-    _reports: dict[str, Any] = field(default_factory=dict)
+    _reports: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _heard_at: dict[str, float] = field(default_factory=dict)
+    _doubted: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def choose(self, ask: Ask, reports: dict[str, dict[str, Any]]) -> Choice:
+    @property
+    def live(self) -> int:
+        """How many replicas could take a request, when the last one was sent."""
+        return len(self._fleet.usable)
+
+    def choose(self, ask: Ask, reports: Mapping[str, Mapping[str, Any]]) -> Choice:
         """Among the replicas that have reported so (`LLMDeployment.record_routing_stats`), by Serve's id."""
         with self._lock:
             self._hear(reports)
@@ -50,15 +67,79 @@ class Dispatcher:
             with self._lock:
                 self._fleet = self._fleet.finished(replica, ask)
 
-    def _hear(self, reports: dict[str, dict[str, Any]]) -> None:
+    def doubt(self, replica: str) -> None:
+        """It did not answer. Others are preferred until it reports again."""
+        with self._lock:
+            if replica in self._fleet.replicas:
+                logger.warning("Replica %s does not answer; it is passed by until it reports again.", replica)
+                self._doubted.add(replica)
+                self._judge()
+
+    def ours(self, builds: Mapping[str, Build | None]) -> set[str]:
+        """Which of these replicas may answer this gateway's requests.
+
+        In the middle of an update both the old and the new are there. A gateway asks those that it was deployed with,
+        and else those of the same model: an answer of other weights under this name would be wrong.
+        """
+        if self.build is None:
+            return set(builds)
+        same = {name for name, build in builds.items() if build == self.build}
+        return same or {name for name, build in builds.items() if build and build.model == self.build.model}
+
+    def _hear(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         for gone in self._reports.keys() - reports.keys():
             self._fleet = self._fleet.without(gone)
-            del self._reports[gone]
+            self._doubted.discard(gone)
+            del self._reports[gone], self._heard_at[gone]
         for name, report in reports.items():
-            # Serve gives the same object again until there is a new one: what was counted since is newer than that.
-            if name not in self._reports or self._reports[name] is not report:
-                self._reports[name] = report
-                self._fleet = self._fleet.told(Replica(id=name, **report))
+            # What was counted since an old report is newer than that report.
+            if name not in self._reports or _is_news(report, self._reports[name]):
+                self._reports[name], self._heard_at[name] = report, self.clock()
+                self._doubted.discard(name)
+                facts = {key: value for key, value in report.items() if key != _BEAT}
+                self._fleet = self._fleet.told(Replica(id=name, **facts))
+        self._judge()
+
+    def _judge(self) -> None:
+        """Who hangs is passed by, unless all do: then it is rather the news that do not come."""
+        if not self._heard_at:
+            return
+        newest = max(self._heard_at.values())
+        hanging = {name for name, at in self._heard_at.items() if newest - at > SILENT_S} | self._doubted
+        if hanging >= self._heard_at.keys():
+            hanging = set()
+        for name, replica in self._fleet.replicas.items():
+            if replica.healthy == (name in hanging):
+                self._fleet = self._fleet.told(replace(replica, healthy=name not in hanging))
+
+
+def _is_news(report: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    return report is not known and (_BEAT not in report or report[_BEAT] != known.get(_BEAT))
+
+
+@runtime_checkable
+class Router(Protocol):
+    """What a call may carry as its first argument, for `serve_router` to ask."""
+
+    def ranked(self, candidates: Sequence[RunningReplica]) -> list[list[RunningReplica]]:
+        """Whom to try first, and whom then; an empty list inside: nobody now."""
+        ...
+
+
+@dataclass
+class Census:
+    """Looks who is there. The call that carries it goes anywhere."""
+
+    dispatcher: Dispatcher
+    ours: bool = False
+    """There is one of the gateway's own settings."""
+    others: bool = False
+    """There is one of other settings."""
+
+    def ranked(self, candidates: Sequence[RunningReplica]) -> list[list[RunningReplica]]:
+        builds = {Build.published(one.replica_metadata) for one in candidates}
+        self.ours, self.others = self.dispatcher.build in builds, bool(builds - {self.dispatcher.build})
+        return [list(candidates)]
 
 
 @dataclass(frozen=True)
@@ -67,11 +148,22 @@ class Placement:
 
     dispatcher: Dispatcher
     ask: Ask
+    wait_s: float = 0.0
+    """How long it is asked for. Serve goes on looking after that, for nobody: then any replica ends it."""
+    tried: list[str] = field(default_factory=list)
+    """Whom it was sent to, the last one at the end."""
+    made: float = field(default_factory=time.monotonic)
 
     def ranked(self, candidates: Sequence[RunningReplica]) -> list[list[RunningReplica]]:
         """The chosen one, and then, if it has died meanwhile, any other."""
-        reports = {replica.replica_id.unique_id: replica.routing_stats for replica in candidates}
+        builds = {one.replica_id.unique_id: Build.published(one.replica_metadata) for one in candidates}
+        ours = self.dispatcher.ours(builds)
+        if not ours:
+            return [[] if time.monotonic() - self.made < self.wait_s else list(candidates)]
+        candidates = [one for one in candidates if one.replica_id.unique_id in ours]
+        reports = {one.replica_id.unique_id: one.routing_stats for one in candidates}
         choice = self.dispatcher.choose(self.ask, reports)
+        self.tried.append(choice.replica)
         logger.debug("%s goes to %s: %s", self.ask.adapter or "the base", choice.replica, choice.why)
-        chosen = [replica for replica in candidates if replica.replica_id.unique_id == choice.replica]
-        return [chosen, [replica for replica in candidates if replica not in chosen]]
+        chosen = [one for one in candidates if one.replica_id.unique_id == choice.replica]
+        return [chosen, [one for one in candidates if one not in chosen]]

@@ -14,14 +14,18 @@ from cluster import environment
 from cluster.config import nearest
 from cluster.errors import ConfigError
 from deployments.llm.config import LLMConfig
+from deployments.llm.scaling import LOOK_BACK_S, desired_replicas
 from deployments.llm.server import LLMDeployment
 
 HEALTH_PERIOD_S = 1
 """How soon Serve sees that a replica's process has ended, and starts another."""
 ROUTING_REPORT_S = 1.0
 """How often a replica says what it holds and how loaded it is; between two reports a gateway counts for itself."""
-HEALTH_TIMEOUT_S = 30
-"""Long: on a small CPU one engine step with a long prompt keeps the event loop busy for seconds."""
+HEALTH_TIMEOUT_S = 10
+"""Long: a busy CPU can keep a replica's event loop for seconds. Three in a row, and Serve replaces a replica that
+hangs: after half a minute. The gateways pass it by long before (`wire`, `placement.Dispatcher.doubt`)."""
+SURGE_PERCENT = 100
+"""An update starts as many new replicas as there are old ones, if there is room, before it stops any of these."""
 SHUTDOWN_WAIT_S = 60
 """Streams in flight may end when a replica is replaced."""
 START_TRIES = 2
@@ -53,7 +57,8 @@ def ray_config(config: LLMConfig, *, gpu: bool) -> RayLLMConfig:
         engine_kwargs=_engine_settings(config, gpu=gpu),
         # No `lora_config`: Ray would count adapters a second time, with a limit of its own (see resident.py).
         deployment_config={
-            "num_replicas": config.replicas,
+            **_scale(config),
+            "max_surge_percent": SURGE_PERCENT if config.surge else 0,
             "ray_actor_options": {"num_cpus": 0},
             "request_router_config": {
                 "request_router_class": "deployments.gateway.serve_router:PlacementRouter",
@@ -77,6 +82,23 @@ def _require_tool_parser(name: str | None) -> None:
             f"llm.tool_parser: vLLM has no {name!r}.",
             hint=f"Did you mean {meant!r}?" if meant else f"It has: {', '.join(known)}.",
         )
+
+
+def _scale(config: LLMConfig) -> dict[str, Any]:
+    scale = config.replicas
+    if isinstance(scale, int):
+        return {"num_replicas": scale}
+    return {
+        "autoscaling_config": {
+            "min_replicas": scale.min,
+            "max_replicas": scale.max,
+            "target_ongoing_requests": scale.target_requests,
+            "upscale_delay_s": scale.upscale_delay_s,
+            "downscale_delay_s": scale.downscale_delay_s,
+            "look_back_period_s": LOOK_BACK_S,
+            "policy": {"policy_function": f"{desired_replicas.__module__}:{desired_replicas.__name__}"},
+        }
+    }
 
 
 def _engine_settings(config: LLMConfig, *, gpu: bool) -> dict[str, Any]:

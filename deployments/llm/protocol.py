@@ -4,8 +4,9 @@ Plain picklable values: the gateway needs neither vLLM nor torch to ask for a ge
 needs neither the registry nor an alias to answer one. It knows no HTTP and no Ray.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 Kind = Literal["chat", "completions", "tokenize", "detokenize"]
 
@@ -52,3 +53,26 @@ class Generation:
     """Unset: the base model answers."""
     tokens: int = 1
     """About how many it will take, prompt and answer: what the load of a replica is counted in."""
+    gateway: str = ""
+    """Which gateway asks."""
+    waiting: int = 0
+    """How many wait behind it there: the part of the demand that no replica sees (`scaling`)."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """Which settings a replica, or a gateway, was deployed with."""
+
+    model: str
+    """The name that clients ask for."""
+    settings: str
+    """A digest of all of them."""
+
+    def publish(self) -> dict[str, str]:
+        """As Serve carries it beside the replica's address: plain strings."""
+        return {"model": self.model, "settings": self.settings}
+
+    @classmethod
+    def published(cls, metadata: Mapping[str, str]) -> Self | None:
+        """What a replica has published of itself; None if nothing."""
+        return cls(metadata["model"], metadata["settings"]) if "settings" in metadata else None

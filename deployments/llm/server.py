@@ -47,6 +47,7 @@ from deployments.llm.metrics import AdapterMetrics
 from deployments.llm.parity import check
 from deployments.llm.protocol import Answer, Generation, Kind
 from deployments.llm.resident import ResidentAdapters
+from deployments.llm.scaling import Demand
 from deployments.llm.wire import Outlet
 from deployments.logs import join_serve
 from deployments.reporting import Reporter, node_address, whoami
@@ -87,6 +88,10 @@ class LLMDeployment(LLMServer):
         self._verdict: ParityVerdict | None = None
         self._in_hand: Counter[str] = Counter()
         self._running = 0
+        self._unanswered = 0
+        self._heard = time.monotonic()
+        self._beat = 0
+        self._demand = Demand()
         # The reference's forward takes seconds, the first time; the engine starts meanwhile.
         expected = asyncio.to_thread(reference, self._model, home) if settings.parity_check else None
         computing = asyncio.create_task(expected) if expected else None
@@ -126,16 +131,24 @@ class LLMDeployment(LLMServer):
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Serve's hook: what it tells every handle of this replica, once it is ready."""
-        return self._address.published()
+        return {**self._address.published(), **self._settings.build.publish()}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook: what the handles' routers are told again and again (`gateway.placement`, `fleet.Replica`)."""
+        self._beat += 1
         return {
+            "beat": self._beat,
             "slots": self._settings.max_adapters,
             "resident": {name: self._in_hand[name] for name in self._adapters.names},
             "tokens_in_flight": self._in_hand.total(),
-            "running": self._running,
+            "running": self._running - self._unanswered,
+            # Of vLLM's own queue only a logger hears. A stream without a first token is in it, or in its first step.
+            "waiting": self._unanswered,
         }
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: what its autoscaler is told (`scaling`)."""
+        return self._demand.figures(self._running, time.monotonic())
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Answer]:
         """Run one generation: one whole response, or pieces of server-sent events if `body.stream` is true.
@@ -144,14 +157,22 @@ class LLMDeployment(LLMServer):
         engine after the first item is an error event in the stream. The outlet calls it (`wire`).
         """
         name = generation.adapter.engine_name if generation.adapter else ""
+        unanswered = 1 if generation.body.get("stream") else 0  # a whole answer begins when it ends
+        self._heard = time.monotonic() if self._running == 0 else self._heard
         self._running += 1
+        self._unanswered += unanswered
         self._in_hand[name] += generation.tokens
+        self._demand.heard(generation.gateway, generation.waiting, time.monotonic())
         try:
             async with aclosing(self._generate(generation)) as answers:
                 async for answer in answers:
+                    self._heard = time.monotonic()
+                    self._unanswered -= unanswered
+                    unanswered = 0
                     yield answer
         finally:
             self._running -= 1
+            self._unanswered -= unanswered
             self._in_hand[name] -= generation.tokens
 
     async def describe(self) -> dict[str, Any]:
@@ -228,16 +249,21 @@ class LLMDeployment(LLMServer):
     async def _end_with_the_engine(self) -> None:
         """A replica without an engine is of no use, and Serve calls it unwell only when three checks in a row failed.
 
-        A process that has ended it replaces at once, and no handle asks it again.
+        A process that has ended it replaces at once, and no handle asks it again. An engine that hangs is no better.
         """
         try:
-            while True:
+            while not self._stalls():
                 await asyncio.sleep(ENGINE_LOOK_S)
                 await self.engine.check_health()
+            logger.error("The engine of %s has said nothing for %g s.", self._base, self._settings.stall_timeout_s)
         except EngineDeadError:
-            logger.error("The engine of %s has died; its replica ends, so that Serve starts another.", self._base)
+            logger.error("The engine of %s has died.", self._base)
+        logger.error("The replica of %s ends, so that Serve starts another.", self._base)
         await asyncio.sleep(LAST_WORDS_S)
         os._exit(1)  # not `sys.exit`: in a task it would only end the task
+
+    def _stalls(self) -> bool:
+        return self._running > 0 and time.monotonic() - self._heard > self._settings.stall_timeout_s
 
     def _refuse_if_wrong(self, verdict: ParityVerdict) -> None:
         if not verdict.passed:

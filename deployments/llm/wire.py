@@ -5,6 +5,10 @@ and keeps count of what it has in hand, as for every call, and the bytes then co
 own socket. `Outlet` is the replica's end, `answers` the gateway's.
 
     POST /generate   a `Generation` as JSON → 200 with the whole answer or its events, or an error as JSON
+    GET  /alive      204, at once
+
+A replica that hangs breaks no connection. So silence is asked about: after `QUIET_S` without a byte the gateway asks
+`/alive` beside it, and who does not answer that either is given up. A long prompt keeps an engine silent, but not this.
 
 Whoever knows the `Address` may ask: it holds a secret made for this life of the replica, and only Serve tells it,
 to the handles of this cluster. It knows no Ray and no vLLM.
@@ -16,9 +20,11 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 import aiohttp
 import uvicorn
@@ -33,10 +39,13 @@ from deployments.logs import about
 
 CONNECT_WAIT_S = 2.0
 """A replica is in the same cluster: one that does not take a connection by then is gone."""
+QUIET_S = 5.0
+ALIVE_WAIT_S = 5.0
 STOP_WAIT_S = 5
 
 _BACKLOG = 2048
 _PATH = "/generate"
+_ALIVE_PATH = "/alive"
 _EVENTS = "text/event-stream"
 _PASSED = "x-flywheel-error"
 """Set on an error that is the replica's own word; without it, the status comes from somewhere else."""
@@ -56,6 +65,20 @@ class Address:
     def published(self) -> dict[str, str]:
         """As Serve carries it (`record_replica_metadata`): plain strings."""
         return asdict(self)
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str]) -> Self:
+        """Out of all that a replica has published."""
+        return cls(metadata["url"], metadata["secret"])
+
+
+class SilentReplica(Exception):
+    """The replica takes connections, and says nothing: it hangs, and whoever asks it next would hang with it."""
+
+    @property
+    def told(self) -> FlywheelError:
+        """What the client is told. Others go on, so it need not wait for the replacement."""
+        return CapacityError("The replica that had this request does not answer any more.", retry_after_s=5.0)
 
 
 class Outlet:
@@ -93,6 +116,9 @@ class Outlet:
         offered = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(offered.encode(), self._secret.encode()):
             await JSONResponse({"error": "not for you"}, status_code=401)(scope, receive, send)
+            return
+        if (request.method, request.url.path) == ("GET", _ALIVE_PATH):
+            await Response(status_code=204)(scope, receive, send)
             return
         if (request.method, request.url.path) != ("POST", _PATH):
             await JSONResponse({"error": "no such route"}, status_code=404)(scope, receive, send)
@@ -146,28 +172,114 @@ class Outlet:
 
 
 async def answers(
-    http: aiohttp.ClientSession, address: Address, generation: Generation
+    http: aiohttp.ClientSession,
+    address: Address,
+    generation: Generation,
+    *,
+    quiet_s: float = QUIET_S,
+    alive_wait_s: float = ALIVE_WAIT_S,
 ) -> AsyncGenerator[Answer, None]:
     """The gateway's end: what `generate` of the replica at `address` yields, and the errors that it raises.
 
-    A replica that dies, before or in the middle, is `CapacityError`. Closing the iterator stops the generation.
+    A replica that dies, before or in the middle, is `CapacityError`; one that hangs, `SilentReplica`. Closing the
+    iterator stops the generation.
     """
-    headers = {"authorization": f"Bearer {address.secret}"}
     # No limit on the whole or between pieces: the gateway has its own clock, and a long prompt may be silent.
     patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_WAIT_S)
+    posted = http.post(f"{address.url}{_PATH}", data=_written(generation), headers=_opening(address), timeout=patience)
     try:
-        async with http.post(
-            f"{address.url}{_PATH}", data=_written(generation), headers=headers, timeout=patience
-        ) as response:
+        async with (
+            _watch(http, address, quiet_s, alive_wait_s) as watch,
+            # Its headers come with the first piece.
+            await watch.until(asyncio.ensure_future(posted)) as response,
+        ):
             if response.status != 200:
                 raise _refused(await response.read(), passed=_PASSED in response.headers)
+            watch.closes = response
             if response.content_type != _EVENTS:
                 yield await response.json()
                 return
             async for piece in response.content.iter_any():
+                watch.heard = time.monotonic()
                 yield piece
     except (aiohttp.ClientError, OSError):
+        if watch.hangs:
+            raise SilentReplica from None
         raise engine_lost() from None
+
+
+@dataclass
+class _Watch:
+    """Asks a replica whether it lives when it has said nothing for a while, and breaks the connection if it does not.
+
+    One task for a whole answer: a timer for each piece would cost more than passing it on does.
+    """
+
+    quiet_s: float
+    alive_wait_s: float
+    heard: float = field(default_factory=time.monotonic)
+    hangs: bool = False
+    closes: aiohttp.ClientResponse | None = None
+    _waits: "asyncio.Future[aiohttp.ClientResponse] | None" = None
+
+    async def until(self, answer: "asyncio.Future[aiohttp.ClientResponse]") -> aiohttp.ClientResponse:
+        """The response, once it begins. Raises `ClientConnectionError` if the replica is found to hang."""
+        self._waits = answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self.hangs:
+                raise aiohttp.ClientConnectionError from None
+            raise
+        finally:
+            self._waits = None
+
+    def give_up(self) -> None:
+        self.hangs = True
+        if self._waits is not None:
+            self._waits.cancel()
+        if self.closes is not None:
+            self.closes.close()
+
+    async def run(self, http: aiohttp.ClientSession, address: Address) -> None:
+        while True:
+            await asyncio.sleep(max(0.05, self.heard + self.quiet_s - time.monotonic()))
+            if time.monotonic() - self.heard < self.quiet_s:
+                continue
+            asked = time.monotonic()
+            if not await _is_alive(http, address, self.alive_wait_s) and self.heard < asked:
+                self.give_up()
+                return
+            self.heard = max(self.heard, asked)
+
+
+@asynccontextmanager
+async def _watch(
+    http: aiohttp.ClientSession, address: Address, quiet_s: float, alive_wait_s: float
+) -> AsyncIterator[_Watch]:
+    watch = _Watch(quiet_s, alive_wait_s)
+    watching = asyncio.create_task(watch.run(http, address), name="wire-watch")
+    try:
+        yield watch
+    finally:
+        watching.cancel()
+
+
+async def _is_alive(http: aiohttp.ClientSession, address: Address, wait_s: float) -> bool:
+    """Whether it answers. One that refuses the connection has died, which is a broken connection all by itself."""
+    try:
+        async with http.get(
+            f"{address.url}{_ALIVE_PATH}",
+            headers=_opening(address),
+            timeout=aiohttp.ClientTimeout(total=wait_s),
+        ) as response:
+            return response.status == 204
+    except (aiohttp.ClientError, OSError):
+        return False
+
+
+def _opening(address: Address) -> dict[str, str]:
+    return {"authorization": f"Bearer {address.secret}"}
 
 
 async def _left(receive: Receive) -> None:

@@ -34,6 +34,7 @@ def build(config: SearchConfig, embedding: Application) -> Application:
         .options(
             name=NAME,
             max_ongoing_requests=ONGOING_REQUESTS,
+            max_surge_percent=100,  # an update leaves no gap
             ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment.for_workers()}},
         )
         .bind(config, embedding)

@@ -8,7 +8,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,12 +51,12 @@ class Streamed:
 
 
 @pytest.fixture(scope="module")
-def flipped(serve_app: ServeApp) -> Iterator[list[Version]]:
+def flipped(serve_app: ServeApp) -> list[Version]:
     """Two versions on the tiny base; `champion` stands at the first, and the gateway knows it."""
     made = [serve_app.register("flip", seed=seed, base=TINY) for seed in (11, 12)]
     serve_app.registry.promote("flip", "champion", made[0].number, why="first", force=True)
     until(lambda: f"{TINY}:flip@champion" in names(serve_app))
-    yield made
+    return made
 
 
 async def stream(client: httpx.AsyncClient, model: str, prompt: str) -> Streamed:

@@ -176,3 +176,19 @@ async def test_a_hopeless_request_is_refused_by_the_measured_rate_and_told_when_
     await callers[3].finish()
     await finish(*callers[1:3])
     assert (front.running, front.waiting) == (0, 0)
+
+
+async def test_a_new_replica_is_filled_at_the_next_event() -> None:
+    replicas = 1
+    front = admission(max_running=2, max_waiting=8, max_waiting_per_key=8, replicas=lambda: replicas)
+    callers = [Caller(front, key) for key in "abcdef"]
+    await settled()
+    assert (front.running, front.waiting) == (2, 4)
+    replicas = 2
+    await callers[0].finish()
+    assert (front.running, front.waiting) == (4, 1)
+    replicas = 0  # the gateway has lost sight of them all: what runs goes on, and one replica's worth may try
+    await callers[1].finish()
+    assert (front.running, front.waiting) == (3, 1)
+    await finish(*callers[2:])
+    assert (front.running, front.waiting) == (0, 0)

@@ -51,7 +51,8 @@ async def stand() -> AsyncIterator[Stand]:
     config = GatewayConfig(
         require_keys=False,
         max_request_bytes=4096,
-        request_timeout_s=0.4,
+        request_timeout_s=0.8,
+        idle_timeout_s=0.2,
         max_running=4,
         max_waiting=4,
         max_waiting_per_caller=2,
@@ -281,11 +282,20 @@ async def test_one_who_hangs_up_stops_the_generation(stand: Stand) -> None:
 
 
 async def test_a_stream_that_takes_too_long_says_so(stand: Stand) -> None:
-    stand.engine.pause_s = 0.15
+    stand.engine.pause_s = 0.15  # for each of ten words
+    long = {**CHAT, "messages": [{"role": "user", "content": "word " * 10}]}
+    with pytest.raises(openai.APIError, match="longer than the gateway waits") as caught:
+        async for _ in await stand.sdk.chat.completions.create(**long, stream=True):
+            pass
+    assert caught.value.code == "timeout"
+
+
+async def test_a_stream_that_falls_silent_ends_before_its_time(stand: Stand) -> None:
+    stand.engine.pause_s = 0.3  # more than `idle_timeout_s`, less than `request_timeout_s`
     with pytest.raises(openai.APIError) as caught:
         async for _ in await stand.sdk.chat.completions.create(**CHAT, stream=True):
             pass
-    assert caught.value.code == "timeout"
+    assert (caught.value.code, "nothing for 0.2 s" in str(caught.value)) == ("timeout", True)
 
 
 async def test_health_tells_when_a_part_is_gone(stand: Stand) -> None:

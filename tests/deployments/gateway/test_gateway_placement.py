@@ -5,9 +5,9 @@ import pytest
 from cluster.errors import CapacityError
 from deployments.gateway.fleet import Ask, Fleet
 from deployments.gateway.handles import asked_of
-from deployments.gateway.placement import Dispatcher
+from deployments.gateway.placement import SILENT_S, Dispatcher
 from deployments.gateway.routing import Choice
-from deployments.llm.protocol import Adapter, Generation
+from deployments.llm.protocol import Adapter, Build, Generation
 
 
 class LeastLoaded:
@@ -62,3 +62,51 @@ def test_requests_of_one_version_and_beginning_have_one_place() -> None:
     assert asked_of(Generation("chat", {"messages": []}, "x", adapter)).adapter == adapter.engine_name
     assert asked_of(Generation("completions", {"prompt": [1, 2, 3]}, "x", tokens=9)) == Ask(None, "[1, 2, 3]", 9)
     assert asked_of(Generation("detokenize", {"tokens": [1]}, "x")) == Ask()
+
+
+def test_serve_repeats_old_reports_and_they_are_no_news() -> None:
+    policy = LeastLoaded()
+    dispatcher, ask = Dispatcher(policy), Ask(tokens=100)
+    dispatcher.choose(ask, {"a": {**report(), "beat": 1}})
+    with dispatcher.sent("a", ask):
+        dispatcher.choose(ask, {"a": {**report(), "beat": 1}})  # another object, as after every long poll
+        assert policy.loads == {"a": 100}
+        dispatcher.choose(ask, {"a": {**report(7), "beat": 2}})
+        assert policy.loads == {"a": 7}
+
+
+def test_who_does_not_answer_is_passed_by_until_it_reports() -> None:
+    dispatcher, ask = Dispatcher(LeastLoaded()), Ask()
+    first = {"a": {**report(), "beat": 1}, "b": {**report(), "beat": 1}}
+    assert dispatcher.choose(ask, first).replica == "a"
+    dispatcher.doubt("a")
+    assert dispatcher.live == 1
+    assert dispatcher.choose(ask, {**first, "b": {**report(50), "beat": 2}}).replica == "b"
+    assert dispatcher.choose(ask, {**first, "a": {**report(), "beat": 2}}).replica == "a"
+
+
+def test_the_last_one_is_asked_even_if_it_is_doubted() -> None:
+    dispatcher, ask = Dispatcher(LeastLoaded()), Ask()
+    dispatcher.choose(ask, {"a": report(), "b": report()})
+    dispatcher.doubt("a")
+    dispatcher.doubt("b")
+    assert dispatcher.choose(ask, {"a": dispatcher._reports["a"], "b": dispatcher._reports["b"]}).looked == 2
+
+
+def test_who_reports_no_more_while_others_do_hangs() -> None:
+    now = 0.0
+    dispatcher, ask = Dispatcher(LeastLoaded(), clock=lambda: now), Ask()
+    reports = {"a": {**report(), "beat": 1}, "b": {**report(90), "beat": 1}}
+    assert dispatcher.choose(ask, reports).replica == "a"
+    now = SILENT_S + 1
+    assert dispatcher.choose(ask, reports).replica == "a"  # nobody has reported: that tells nothing of one
+    assert dispatcher.choose(ask, {**reports, "b": {**report(90), "beat": 2}}).replica == "b"
+
+
+def test_a_gateway_asks_those_it_was_deployed_with_and_never_another_model() -> None:
+    mine, other, older = Build("smol", "1"), Build("large", "2"), Build("smol", "0")
+    dispatcher = Dispatcher(build=mine)
+    assert dispatcher.ours({"a": mine, "b": older, "c": other}) == {"a"}
+    assert dispatcher.ours({"b": older, "c": other}) == {"b"}
+    assert dispatcher.ours({"c": other, "d": None}) == set()
+    assert Build.published({"url": "u", "secret": "s", **mine.publish()}) == mine

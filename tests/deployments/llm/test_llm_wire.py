@@ -18,7 +18,7 @@ from cluster.signing import SignatureError
 from deployments.gateway.echo import EchoEngine
 from deployments.llm import wire
 from deployments.llm.protocol import Adapter, Answer, Generation
-from deployments.llm.wire import Address, Outlet
+from deployments.llm.wire import Address, Outlet, SilentReplica
 
 HOST = "127.0.0.1"
 ADAPTER = Adapter("triage/3", "/versions/triage/3", "0" * 64)
@@ -173,6 +173,33 @@ async def test_a_replica_that_is_killed_in_mid_stream_is_not_a_quiet_end(http: a
         os.kill(replica.pid, signal.SIGKILL)
         with pytest.raises(CapacityError):
             await asyncio.wait_for(_to_the_end(answers), timeout=2)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_replica_that_hangs_is_given_up_before_and_after_its_first_word(
+    http: aiohttp.ClientSession, *, begun: bool
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", REPLICA], stdout=subprocess.PIPE, text=True) as replica:
+        assert replica.stdout is not None
+        address = Address(*replica.stdout.readline().split())
+        answers = wire.answers(http, address, chat("word " * 500, stream=True), quiet_s=0.2, alive_wait_s=0.2)
+        try:
+            if begun:
+                assert await anext(answers)
+            os.kill(replica.pid, signal.SIGSTOP)
+            with pytest.raises(SilentReplica) as caught:
+                await asyncio.wait_for(_to_the_end(answers), timeout=3)
+        finally:
+            os.kill(replica.pid, signal.SIGKILL)
+    assert isinstance(caught.value.told, CapacityError)
+
+
+async def test_an_engine_that_thinks_for_long_is_not_given_up(
+    http: aiohttp.ClientSession, address: Address, engine: EchoEngine
+) -> None:
+    engine.pause_s = 0.3
+    answers = wire.answers(http, address, chat("one", stream=True), quiet_s=0.05, alive_wait_s=0.05)
+    assert b"[DONE]" in b"".join([piece async for piece in answers if isinstance(piece, bytes)])
 
 
 async def _to_the_end(answers: AsyncIterator[Answer]) -> None:
