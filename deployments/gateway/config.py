@@ -16,7 +16,7 @@ class GatewayConfig(Config):
     request_timeout_s: float = Field(default=300.0, gt=0)
     max_request_bytes: int = Field(default=8 << 20, ge=1024)
     max_running: int = Field(default=64, ge=1)
-    """Generations that one gateway replica has in the engines' hands at a time; more wait their fair turn."""
+    """Generations that one gateway replica has in each base's hands at a time; more wait their fair turn."""
     max_waiting: int = Field(default=256, ge=0)
     """Requests that wait for a turn, of all callers; the next is told 429."""
     max_waiting_per_caller: int = Field(default=64, ge=0)

