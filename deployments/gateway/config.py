@@ -23,8 +23,7 @@ class GatewayConfig(Config):
     """Longest silence within a stream that has begun; then it ends with an error event."""
     max_request_bytes: int = Field(default=8 << 20, ge=1024)
     max_running: int = Field(default=64, ge=1)
-    """Generations that one gateway replica has in the hands of each replica of the engine; more wait their fair
-    turn."""
+    """Generations that one gateway replica has in the hands of each replica of a base; more wait their fair turn."""
     max_waiting: int = Field(default=256, ge=0)
     """Requests that wait for a turn, of all callers; the next is told 429."""
     max_waiting_per_caller: int = Field(default=64, ge=0)

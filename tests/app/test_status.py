@@ -33,6 +33,12 @@ def test_a_failed_adapter_is_shown_with_its_reason() -> None:
     assert all(words in text for words in ("triage/3", "its files are missing", "2026-12-02T22:00:00", "no such name"))
 
 
+def test_those_of_every_base_are_shown() -> None:
+    fault = {"why": "its files are missing.", "at": "2026-12-02T22:00:00+00:00"}
+    states = {"llm": {"adapters_failed": {"a/1": fault}}, "llm-other": {"adapters_failed": {"b/2": fault}}}
+    assert all(version in drawn({"status": "ok", **states}) for version in ("a/1", "b/2"))
+
+
 @pytest.mark.parametrize("health", ["refused", {}, {"llm": {"error": {"message": "no"}}}, {"llm": {"adapters": []}}])
 def test_where_none_has_failed_there_is_no_table(health: Any) -> None:
     assert "could not be loaded" not in drawn(health)

@@ -63,10 +63,19 @@ def test_override_reads_values_as_yaml_and_leaves_its_input_alone() -> None:
     assert before == {"optimizer": {"learning_rate": 1.0}}
 
 
-@pytest.mark.parametrize("assignment", ["novalue", "=3", "a..b=3", "name.inner=3"])
+def test_override_reaches_into_lists_by_number() -> None:
+    before = {"llm": [{"model": "a"}, {"model": "b"}], "ports": [1, 2]}
+    after = override(before, ["llm.1.model=c", "llm.0.keep=[x]", "ports.1=3"])
+    assert after == {"llm": [{"model": "a", "keep": ["x"]}, {"model": "c"}], "ports": [1, 3]}
+    assert before == {"llm": [{"model": "a"}, {"model": "b"}], "ports": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "assignment", ["novalue", "=3", "a..b=3", "name.inner=3", "list.2=3", "list.-1=3", "list.model=3", "list.0.inner=3"]
+)
 def test_a_malformed_override_is_refused(assignment: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
-        override({"name": "x"}, [assignment])
+        override({"name": "x", "list": [1, 2]}, [assignment])
 
 
 @pytest.mark.parametrize(("text", "part"), [("- a\n- b\n", "list"), ("a: [", "not valid YAML"), ("", "NoneType")])

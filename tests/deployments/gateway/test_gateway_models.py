@@ -5,7 +5,7 @@ import pytest
 
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import RequestError
-from deployments.gateway.models import Base, Served, card, cards, embedder, generator
+from deployments.gateway.models import Base, Served, card, cards, embedder, generator, only_base
 
 SERVED = Served((Base("smol", max_model_len=128),), embedder="minilm", started=7)
 
@@ -111,3 +111,100 @@ def test_equal_version_ids_with_other_weights_are_other_models_to_the_engine() -
     assert first is not None
     assert second is not None
     assert first.engine_name != second.engine_name
+
+
+LONG = "x" * 300
+# Names as people type them: what each means on `smol`, or the words that its refusal must hold.
+TABLE = [
+    ("smol", "smol"),
+    ("smol:triage", "triage/1"),
+    ("smol:triage@champion", "triage/1"),
+    ("smol:triage@candidate", "triage/2"),
+    ("smol:triage/2", "triage/2"),
+    ("smol:triage/02", "name/version"),
+    ("smol:triage/0", "name/version"),
+    ("smol:triage/-1", "name/version"),
+    ("smol:triage/1.0", "name/version"),
+    ("smol:triage/1/2", "name/version"),
+    ("smol:triage/9", "serves the versions 1, 2"),
+    ("smol:triage/999999999", "serves the versions 1, 2"),
+    ("smol:triage/9999999999", "name/version"),
+    ("smol:triage/one", "name/version"),
+    ("smol:triage/", "name/version"),
+    ("smol:triage@", "name/version"),
+    ("smol:triage@champion/1", "name/version"),
+    ("smol:triage/1@champion", "name/version"),
+    ("smol:triage@champion@champion", "name/version"),
+    ("smol:triage@nobody", "has the aliases candidate, champion"),
+    ("smol:triage@Champion", "has the aliases candidate, champion"),
+    ("smol:triage@latest", "has the aliases candidate, champion"),
+    ("smol:fresh", "no alias yet and the versions 1; ask for fresh/1, or promote one"),
+    ("smol:fresh@champion", "no alias yet and the versions 1; ask for fresh/1, or promote one"),
+    ("smol:fresh/1", "fresh/1"),
+    ("smol:Triage", "Near it: triage"),
+    ("smol:triag", "Near it: triage"),
+    ("smol:zebra", "Registered: fresh, triage"),
+    ("smol:", "name/version"),
+    ("smol::triage", "Near it: triage"),
+    ("smol:triage:1", "Near it: triage"),
+    ("smol: triage", "Near it: triage"),
+    ("smol:triage ", "Near it: triage"),
+    ("smol:triage\n", "Near it: triage"),
+    ("smol:trіage", "Near it: triage"),
+    ("smol:ｔriage", "Near it: triage"),
+    ("smol:triage/１", "name/version"),
+    ("smol:triage/²", "name/version"),
+    ("smol:../../etc/passwd", "name/version"),
+    ("smol:triage\x00", "Near it: triage"),
+    (f"smol:{LONG}", "Registered: fresh, triage"),
+    ("smol ", "Did you mean 'smol'?"),
+    (" smol", "Did you mean 'smol'?"),
+    ("Smol", "Did you mean 'smol'?"),
+    ("SMOL:triage", "Did you mean 'smol'?"),
+    ("org/Smol", "Did you mean 'smol'?"),
+    ("org/Smol:triage", "Did you mean 'smol'?"),
+    ("smoll:triage", "Did you mean 'smol'?"),
+    ("triage", "Served: smol, minilm"),
+    ("triage@champion", "Served: smol, minilm"),
+    ("minilm:triage", "Did you mean 'minilm'?"),
+    (":triage", "Served: smol, minilm"),
+    ("", "Served: smol, minilm"),
+    (" ", "Served: smol, minilm"),
+    ("😀", "Served: smol, minilm"),
+    (LONG, "Served: smol, minilm"),
+]
+
+
+@pytest.mark.parametrize(("name", "expected"), TABLE)
+def test_each_name_means_one_version_or_its_refusal_says_what_there_is(name: str, expected: str) -> None:
+    known = snapshot(
+        route("triage", 1), route("triage", 2), route("fresh", 1),
+        aliases={"triage@champion": 1, "triage@candidate": 2},
+    )  # fmt: skip
+    try:
+        assert generator(SERVED, known, name).version == expected
+        return
+    except RequestError as error:
+        refused = error
+    assert (refused.status, refused.code, refused.param) == (404, "model_not_found", "model")
+    assert refused.message == f"The model {name!r} does not exist."
+    assert expected in str(refused.hint)
+
+
+def test_the_only_base_needs_no_name_and_several_do() -> None:
+    assert only_base(SERVED) == "smol"
+    with pytest.raises(RequestError) as several:
+        only_base(Served((Base("smol"), Base("llama"))))
+    with pytest.raises(RequestError) as none:
+        only_base(Served(embedder="minilm"))
+    assert (several.value.status, several.value.param, none.value.status) == (400, "model", 404)
+    assert "smol, llama" in str(several.value.hint)
+
+
+def test_a_registered_model_that_is_served_beside_the_base_is_asked_for_by_its_own_name() -> None:
+    known = snapshot(route("tickets", 3, kind="model"), aliases={"tickets@champion": 3})
+    served = Served((Base("smol"), Base("tickets", part="llm-tickets", version="tickets/3")))
+    assert generator(served, known, "tickets").version == "tickets/3"
+    with pytest.raises(RequestError) as caught:
+        generator(served, known, "smol:tickets")
+    assert "ask for 'tickets'" in str(caught.value.hint)
