@@ -51,7 +51,7 @@ def _draw(console: Console, found: "Status") -> None:
         console.print(table("Deployments", ["deployment", "status", "replicas", "why"], parts))
     if found.gateway is not None:
         console.print(f"Gateway: {found.gateway['url']}, HTTP {found.gateway['status'] or 'no answer'}")
-    for llm in _llms(found):
+    for llm in _parts(found):
         if replicas := [_replica(facts, str(llm.get("model", "-"))) for facts in llm.get("replicas", ())]:
             columns = ["model", "replica", "running", "adapters in it", "standing"]
             console.print(table("Replicas of language models", columns, replicas))
@@ -78,18 +78,18 @@ def _draw(console: Console, found: "Status") -> None:
 
 def _failed_adapters(found: "Status") -> list[tuple[str, str, str]]:
     """Of all replicas that answered, and only while the last try has failed."""
-    failed = [each for llm in _llms(found) for each in llm.get("adapters_failed", {}).items()]
-    lost = [each for llm in _llms(found) for each in llm.get("keep_problems", {}).items()]
+    failed = [each for llm in _parts(found) for each in llm.get("adapters_failed", {}).items()]
+    lost = [each for llm in _parts(found) for each in llm.get("keep_problems", {}).items()]
     return [(version, fault["at"], fault["why"]) for version, fault in failed] + [
         (name, "-", why) for name, why in lost
     ]
 
 
-def _llms(found: "Status") -> list[dict[str, Any]]:
-    """What the gateway's health says of each language model."""
+def _parts(found: "Status") -> list[dict[str, Any]]:
+    """What the gateway's health says of each part; language models have replicas and adapters."""
     health = found.gateway["health"] if found.gateway else None
     states = health.values() if isinstance(health, dict) else ()
-    return [state for state in states if isinstance(state, dict) and "replicas" in state]
+    return [state for state in states if isinstance(state, dict)]
 
 
 def _replica(facts: dict[str, Any], model: str) -> tuple[str, str, int | None, str, str]:
