@@ -25,9 +25,10 @@ def vllm(request: pytest.FixtureRequest) -> Engine:
     from ray import serve
 
     from deployments.gateway.handles import EngineHandle
+    from deployments.gateway.placement import Dispatcher
 
     app: ServeApp = request.getfixturevalue("serve_app")
-    return EngineHandle(serve.get_deployment_handle("llm", app.config.name))
+    return EngineHandle(serve.get_deployment_handle("llm", app.config.name), Dispatcher())
 
 
 @pytest.fixture(params=[echo, pytest.param(vllm, marks=pytest.mark.serve)])
