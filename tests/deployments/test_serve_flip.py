@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +42,8 @@ class Streamed:
     began: float
     version: str = ""
     """By its header."""
+    headed: float = 0.0
+    """When its header came: its version was chosen between `began` and then."""
     ended: float = 0.0
     status: int = 0
     text: str = ""
@@ -67,6 +70,7 @@ async def stream(client: httpx.AsyncClient, model: str, prompt: str) -> Streamed
     seen = Streamed(prompt, time.monotonic())
     with suppress(httpx.HTTPError):
         async with client.stream("POST", "/v1/completions", json=asked) as response:
+            seen.headed = time.monotonic()
             seen.status, seen.version = response.status_code, response.headers.get("x-flywheel-version", "")
             async for line in response.aiter_lines():
                 take(seen, line)
@@ -96,12 +100,21 @@ async def alone(client: httpx.AsyncClient, version: Version) -> dict[str, str]:
     return {prompt: (await stream(client, f"{TINY}:{version.id}", prompt)).text for prompt in PROMPTS}
 
 
-async def flip_under_load(app: ServeApp, versions: list[Version]) -> tuple[list[Streamed], list[tuple[float, Version]]]:
-    """Every stream of 32 clients that ask on and on, and when the alias was said to stand at which version."""
+@dataclass(frozen=True)
+class Move:
+    """An alias that was moved to a version: gateways may hear of it at any time between the two, and soon after."""
+
+    asked: float
+    done: float
+    to: Version
+
+
+async def flip_under_load(app: ServeApp, versions: list[Version]) -> tuple[list[Streamed], list[Move]]:
+    """Every stream of 32 clients that ask on and on, and the moves of the alias meanwhile."""
     seen: list[Streamed] = []
     over = asyncio.Event()
     old, new = versions
-    moves: list[tuple[float, Version]] = []
+    moves: list[Move] = []
     limits = httpx.Limits(max_connections=STREAMS + 1)
     async with httpx.AsyncClient(base_url=app.url, timeout=ANSWER_WAIT_S, limits=limits) as client:
 
@@ -110,17 +123,18 @@ async def flip_under_load(app: ServeApp, versions: list[Version]) -> tuple[list[
                 seen.append(await stream(client, f"{TINY}:flip", PROMPTS[number % len(PROMPTS)]))
                 number += 1
 
+        async def moving(to: Version, move: Callable[[], object]) -> None:
+            asked = time.monotonic()
+            await asyncio.to_thread(move)
+            moves.append(Move(asked, time.monotonic(), to))
+            await asyncio.sleep(2 * WITHIN_S)
+
         clients = [asyncio.create_task(keep_asking(number)) for number in range(STREAMS)]
         try:
             await asyncio.sleep(2)
             for _ in range(2):
-                promote = partial(app.registry.promote, "flip", "champion", new.number, why="flip", force=True)
-                await asyncio.to_thread(promote)
-                moves.append((time.monotonic(), new))
-                await asyncio.sleep(2 * WITHIN_S)
-                await asyncio.to_thread(partial(app.registry.rollback, "flip", "champion", why="and back"))
-                moves.append((time.monotonic(), old))
-                await asyncio.sleep(2 * WITHIN_S)
+                await moving(new, partial(app.registry.promote, "flip", "champion", new.number, why="f", force=True))
+                await moving(old, partial(app.registry.rollback, "flip", "champion", why="and back"))
         finally:
             over.set()
             await asyncio.gather(*clients)
@@ -146,18 +160,18 @@ async def test_a_flip_and_a_rollback_under_load_fail_nobody_and_mix_nothing(
     assert len(seen) > 4 * STREAMS
 
     before = old
-    for (at, now), (until_s, _) in zip(moves, [*moves[1:], (seen[-1].ended, old)], strict=True):
+    for move, until_s in zip(moves, [*(move.asked for move in moves[1:]), seen[-1].ended], strict=True):
         # Those that were on their way ended on their version, after the alias had moved.
-        assert [one for one in seen if one.began < at < one.ended and one.version == before.id]
-        answered = [one for one in seen if one.version == now.id and at <= one.began < until_s]
-        late = max(
-            (one.began - at for one in seen if one.version == before.id and at <= one.began < until_s), default=0.0
-        )
-        first = min(one.began - at for one in answered)
-        logger.info("%s: first asked %.3f s after the move, the last of the other %.3f s after", now.id, first, late)
+        assert [one for one in seen if one.began < move.asked and one.ended > move.done and one.version == before.id]
+        began = [
+            (one.version, one.began - move.done) for one in seen if move.done <= one.began and one.headed < until_s
+        ]
+        first = min(after for version, after in began if version == move.to.id)
+        late = max((after for version, after in began if version == before.id), default=0.0)
+        logger.info("%s: first asked %.3f s after the move, the last of the other %.3f s", move.to.id, first, late)
         assert first < WITHIN_S
         assert late < WITHIN_S
-        before = now
+        before = move.to
 
 
 async def test_versions_share_no_prefix(serve_app: ServeApp, flipped: list[Version]) -> None:
