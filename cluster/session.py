@@ -8,14 +8,13 @@ import logging
 import os
 import secrets
 import socket
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import environment
+from cluster import environment, haproxy
 from cluster.errors import ConfigError, DependencyError
 from cluster.storage import Home, write_atomically
 from cluster.telemetry import log_to_file
@@ -95,7 +94,8 @@ def connect(address: str | None = None, *, start: bool = True, num_cpus: int | N
         )
     owned = target is None
     if owned:
-        _prepare_haproxy()
+        haproxy.prepare_folder()
+        _choose_fallback_port()
     common: dict[str, Any] = {
         "namespace": NAMESPACE,
         "log_to_driver": False,
@@ -154,19 +154,9 @@ def _ensure_token() -> None:
         path.chmod(0o600)
 
 
-def _prepare_haproxy() -> None:
-    """A folder that is nobody else's for its sockets, and a port for the proxy behind it: clusters share a machine."""
-    folder = environment.haproxy_folder()
-    if folder is None:
-        return
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} is where HAProxy's sockets belong, but others may write there.",
-            hint=f"Remove it, or set {environment.HAPROXY_SWITCH}=0.",
-        )
-    if environment.FALLBACK_PORT not in os.environ:
+def _choose_fallback_port() -> None:
+    """A port for the proxy that stands behind HAProxy: clusters share a machine."""
+    if environment.haproxy_folder() is not None and environment.FALLBACK_PORT not in os.environ:
         os.environ[environment.FALLBACK_PORT] = str(free_port())
 
 

@@ -37,6 +37,8 @@ RAYS = """\
 global
     stats socket /run/x/admin.sock mode 666 level admin expose-fd listeners
 defaults
+    option splice-request
+    option splice-response
     errorfile 502 /run/x/500.http
     errorfile 503 /run/x/500.http
 frontend prometheus
@@ -65,6 +67,7 @@ def test_haproxys_configuration_is_mended_and_haproxy_gets_its_words(tmp_path: P
     binds = [line.split()[1] for line in mended.splitlines() if line.split()[0] == "bind"]
     assert binds == [f"unix@{tmp_path}/prometheus.sock", "127.0.0.1:8000", f"unix@{tmp_path}/stats.sock"]
     assert "mode 666" not in mended
+    assert "splice" not in mended
     assert "status 503 content-type application/json" in mended
     assert {line.split()[2] for line in mended.splitlines() if "errorfile" in line} == {f"{tmp_path}/away.http"}
     head, _, body = (tmp_path / "away.http").read_text().partition("\n\n")
