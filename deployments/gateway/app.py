@@ -28,7 +28,7 @@ from deployments.gateway.admission import Admission, Turn
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.errors import fell_silent, out_of_time, problem
 from deployments.gateway.keys import Caller
-from deployments.gateway.limits import Limiter, Reservation
+from deployments.gateway.limits import Limiter, Reservation, require_choices
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served, Target
 from deployments.gateway.ports import Collections, Embedder, Engine, Vectors
@@ -149,6 +149,7 @@ async def _generation(
     caller = access.admit(request, "infer")
     body, raw = schemas.parse(body_class, await read_body(request, config.max_request_bytes))
     caller.require_model(body.model)
+    require_choices(raw, config.max_choices)
     # Resolved once: whatever an alias does from here on, this request ends on the version it began with.
     trace = trace_of(request)
     target = models.generator(parts.served, parts.feed.current, body.model, key=session_of(request, body, caller))
@@ -288,10 +289,9 @@ async def _events(
             last = assembler.fail(error)
         except TimeoutError:
             last = assembler.fail(patience.verdict())
+        account.trace.broke = assembler.fault is not None
         yield b"".join(last)
     finally:
-        if assembler.fault:
-            metrics.stream_broke(model=assembler.model)
         metrics.tokens(
             model=assembler.model,
             version=assembler.version,

@@ -22,6 +22,8 @@ class GatewayConfig(Config):
     idle_timeout_s: float = Field(default=60.0, gt=0)
     """Longest silence within a stream that has begun; then it ends with an error event."""
     max_request_bytes: int = Field(default=8 << 20, ge=1024)
+    max_choices: int = Field(default=128, ge=1)
+    """Answers that one generation may ask for: `n` to each of its prompts."""
     max_running: int = Field(default=64, ge=1)
     """Generations that one gateway replica has in the hands of each replica of a base; more wait their fair turn."""
     max_waiting: int = Field(default=256, ge=0)

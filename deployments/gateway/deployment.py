@@ -96,4 +96,4 @@ def _engine(handle: DeploymentHandle, base: LLMConfig, config: GatewayConfig) ->
     """A base's engine and the queue before it, each of which has to know of the other."""
     dispatcher = Dispatcher(build=base.build)
     admission = Admission.of(config, replicas=lambda: dispatcher.live)
-    return EngineHandle(handle, dispatcher, waiting=lambda: admission.waiting), admission
+    return EngineHandle(handle, dispatcher, base=base.served_as, waiting=lambda: admission.waiting), admission

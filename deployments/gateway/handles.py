@@ -41,16 +41,17 @@ class EngineHandle:
     """`ports.Engine` over the LLM deployment: Serve says which replica, and the answer comes from there by HTTP."""
 
     def __init__(
-        self, handle: DeploymentHandle, dispatcher: Dispatcher, *, waiting: Callable[[], int] = lambda: 0
+        self, handle: DeploymentHandle, dispatcher: Dispatcher, *, base: str, waiting: Callable[[], int] = lambda: 0
     ) -> None:
-        """`waiting`: how many wait at this gateway for their turn."""
+        """`base`: whose replicas these are; `waiting`: how many wait at this gateway for their turn."""
         self._handle = handle
         self._http: aiohttp.ClientSession | None = None
         self._dispatcher = dispatcher
+        self._part = f"the language model {base}"
         self._waiting = waiting
         self._name = uuid.uuid4().hex[:8]
         self._releases: set[asyncio.Task[None]] = set()
-        self._census = census.of_handle(handle, part="the language model")
+        self._census = census.of_handle(handle, part=self._part)
 
     async def generate(self, generation: Generation) -> AsyncIterator[Answer]:
         if self._http is None:  # made in the event loop that uses it
@@ -68,7 +69,7 @@ class EngineHandle:
             self._dispatcher.doubt(replica)
             raise error.told from None
         except (RayError, RayServeException) as error:
-            raise translated(error, "the language model") from None
+            raise translated(error, self._part) from None
         finally:
             await self._release(held)
 
@@ -104,7 +105,7 @@ class EngineHandle:
             held.enter_context(self._dispatcher.sent(chosen.replica_id, ask))
             return chosen.replica_id, wire.Address.of(chosen.replica_metadata)
         raise CapacityError(
-            "No replica of the language model is there to answer. One is being started.",
+            f"No replica of {self._part} is there to answer. One is being started.",
             retry_after_s=RESTART_RETRY_AFTER_S,
         )
 

@@ -49,7 +49,26 @@ def estimate(body: Mapping[str, Any]) -> int:
     if "messages" not in body and "prompt" not in body:
         return max(1, text)
     completion = _count(body.get("max_completion_tokens")) or _count(body.get("max_tokens")) or _UNSAID_COMPLETION
-    return max(1, text + completion * (_count(body.get("n")) or 1))
+    return max(1, text + completion * choices(body))
+
+
+def choices(body: Mapping[str, Any]) -> int:
+    """Answers that a generation asks for: `n` to each of its prompts."""
+    prompt = body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return prompts * (_count(body.get("n")) or 1)
+
+
+def require_choices(body: Mapping[str, Any], most: int) -> None:
+    """Raises `RequestError` for a generation that asks for more than `most` answers: an engine would take them all."""
+    asked = choices(body)
+    if asked > most:
+        raise RequestError(
+            f"The request asks for {asked} answers (`n` to each prompt); {most} is the most of one request.",
+            param="n" if _count(body.get("n")) > most else "prompt",
+            code="invalid_value",
+            hint="Send several requests, or raise gateway.max_choices.",
+        )
 
 
 def _count(value: Any) -> int:

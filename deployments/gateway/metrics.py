@@ -41,10 +41,17 @@ class GatewayMetrics:
             registry=self._registry,
         )
 
-    def answered(self, *, route: str, model: str, status: int, seconds: float, version: str | None = None) -> None:
-        """One request is over; `version`: the one that had to answer it, once that was known."""
+    def answered(
+        self, *, route: str, model: str, status: int, seconds: float, version: str | None = None, broke: bool = False
+    ) -> None:
+        """One request is over.
+
+        `version`: the one that had to answer it, once that was known; `broke`: its stream ended with an error event.
+        """
         if version is not None:
-            self.usage.answered(version, failed=status >= 500 or status == 408)
+            self.usage.answered(version, failed=broke or status >= 500 or status == 408)
+        if broke:
+            self._broken.labels(model).inc()
         self._requests.labels(route, model, str(status)).inc()
         self._seconds.labels(route, model).observe(seconds)
 
@@ -53,10 +60,6 @@ class GatewayMetrics:
         self.usage.tokens(version, prompt=prompt, completion=completion)
         self._tokens.labels(model, "prompt").inc(prompt)
         self._tokens.labels(model, "completion").inc(completion)
-
-    def stream_broke(self, *, model: str) -> None:
-        """One stream ended before its answer did."""
-        self._broken.labels(model).inc()
 
     def render(self) -> bytes:
         """Prometheus text format 0.0.4."""

@@ -45,6 +45,8 @@ class Trace:
     """Id of the API key that was let in; never its secret."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    broke: bool = False
+    """Whether its stream ended with an error event, after a status of 200."""
     reservation: Reservation | None = None
     """What the request has taken of its key's limits."""
 
@@ -118,7 +120,12 @@ class RequestScope:
                 (trace.reservation.keep if status == _HUNG_UP else trace.reservation.refund)()
             route, seconds = getattr(scope.get("route"), "path", UNMATCHED), time.monotonic() - trace.started
             self._metrics.answered(
-                route=route, model=trace.model, status=status, seconds=seconds, version=trace.version
+                route=route,
+                model=trace.model,
+                status=status,
+                seconds=seconds,
+                version=trace.version,
+                broke=trace.broke,
             )
             _log(trace, method=scope["method"], route=route, status=status, seconds=seconds)
 
@@ -155,6 +162,7 @@ def _log(trace: Trace, *, method: str, route: str, status: int, seconds: float) 
         "method": method,
         "route": route,
         "status": status,
+        "broke": trace.broke,
         "seconds": round(seconds, 3),
         "model": trace.model,
         "version": trace.version or "-",

@@ -12,7 +12,7 @@ from cluster.errors import FlywheelError
 from deployments.gateway.echo import EchoEngine
 from deployments.gateway.ports import Engine
 from deployments.llm.protocol import Adapter, Generation
-from tests.serving import ServeApp
+from tests.serving import BASE, ServeApp
 
 Ask = Callable[..., Generation]
 
@@ -28,7 +28,7 @@ def vllm(request: pytest.FixtureRequest) -> Engine:
     from deployments.gateway.placement import Dispatcher
 
     app: ServeApp = request.getfixturevalue("serve_app")
-    return EngineHandle(serve.get_deployment_handle("llm", app.config.name), Dispatcher())
+    return EngineHandle(serve.get_deployment_handle("llm", app.config.name), Dispatcher(), base=BASE)
 
 
 @pytest.fixture(params=[echo, pytest.param(vllm, marks=pytest.mark.serve)])

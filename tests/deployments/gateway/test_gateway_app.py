@@ -112,6 +112,8 @@ async def test_a_stream_that_breaks_raises_in_the_client(stand: Stand, fault: Ca
     assert len(got) == 2
     assert caught.value.code == "overloaded"
     assert 'broken_streams_total{model="smol"} 1.0' in (await stand.http.get("/metrics")).text
+    (row,) = stand.usage.changed()
+    assert (row.version_id, row.requests, row.failures) == ("smol", 1, 1)
 
 
 async def test_a_stream_that_never_began_is_an_http_error(stand: Stand) -> None:

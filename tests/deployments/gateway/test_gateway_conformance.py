@@ -108,6 +108,7 @@ async def test_what_the_engine_refuses_is_a_typed_error_before_the_first_byte(
     [
         ({"messages": "hi"}, Refusal(openai.BadRequestError, 400, "invalid_value", "messages")),
         ({"messages": []}, Refusal(openai.BadRequestError, 400, "invalid_value", "messages")),
+        ({"n": 129}, Refusal(openai.BadRequestError, 400, "invalid_value", "n")),
         ({"stream": "yes"}, Refusal(openai.BadRequestError, 400, "invalid_value", "stream")),
         ({"model": None}, Refusal(openai.BadRequestError, 400, "invalid_value", "model")),
         ({"model": "gpt-4o"}, Refusal(openai.NotFoundError, 404, "model_not_found", "model")),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actors.registry.apikeys import ApiKey
 from cluster.errors import RequestError
 from deployments.gateway.errors import problem
-from deployments.gateway.limits import Bucket, Budget, Limiter, Reservation, estimate
+from deployments.gateway.limits import Bucket, Budget, Limiter, Reservation, choices, estimate, require_choices
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -269,6 +269,8 @@ def test_reservations_that_lay_idle_are_not_saved_up() -> None:
         ({"messages": [{"role": "user", "content": "x" * 396}], "max_tokens": 10}, 1 + 99 + 10),
         ({"messages": [{"content": "x" * 4}], "max_completion_tokens": 5, "max_tokens": 9, "n": 3}, 1 + 15),
         ({"prompt": [1, 2, 3], "max_tokens": 1}, 4),
+        ({"prompt": ["xxxx", "yyyy"], "max_tokens": 5, "n": 3}, 2 + 30),
+        ({"prompt": [[1, 2], [3]], "max_tokens": 5}, 3 + 10),
         ({"prompt": "", "max_tokens": None}, 256),
         ({"prompt": "", "max_tokens": True, "n": -4}, 256),
         ({"input": ["xxxx", "yyyyy"]}, 3),
@@ -278,3 +280,12 @@ def test_reservations_that_lay_idle_are_not_saved_up() -> None:
 )
 def test_an_estimate_is_the_text_and_what_may_be_answered(body: dict[str, Any], tokens: int) -> None:
     assert estimate(body) == tokens
+
+
+def test_one_request_may_not_ask_for_any_number_of_answers() -> None:
+    for fine in ({"messages": [], "n": 6}, {"prompt": ["a", "b"], "n": 3}, {"prompt": [1] * 9}, {"n": "7"}):
+        require_choices(fine, 6)
+    for body, param in (({"messages": [], "n": 7}, "n"), ({"prompt": ["a", "b"], "n": 4}, "prompt")):
+        with pytest.raises(RequestError, match=f"asks for {choices(body)} answers") as caught:
+            require_choices(body, 6)
+        assert (caught.value.status, caught.value.param) == (400, param)
