@@ -11,6 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from app.bench.gang import Gang
 from tests.actors.training.small import VOCABULARY, packed_rows
 
+HERE = Path(__file__).parent
+_GANG = Gang()
+"""Starts with its first work."""
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -21,15 +25,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="package")
-def gang() -> Iterator[Gang]:
-    """Processes that make process groups over gloo, for what several ranks do without Ray.
+@pytest.fixture
+def gang() -> Gang:
+    """Processes that make process groups over gloo, for what several ranks do without Ray."""
+    return _GANG
 
-    Each mesh leaves threads in them that wake up now and then, hundreds in the end: tests elsewhere shall not pay.
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """After the last test of this folder, the gang ends.
+
+    Each mesh leaves threads in it that wake up now and then, hundreds in the end: tests elsewhere shall not pay.
     """
-    started = Gang()
-    yield started
-    started.close()
+    if nextitem is None or HERE not in nextitem.path.parents:
+        _GANG.close()
 
 
 @pytest.fixture(scope="session")
