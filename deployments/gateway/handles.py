@@ -21,7 +21,7 @@ from cluster.vectors.port import Scalar
 from deployments.calls import RESTART_RETRY_AFTER_S, call, translated
 from deployments.gateway import census
 from deployments.gateway.fleet import Ask
-from deployments.gateway.placement import Census, Dispatcher, Placement
+from deployments.gateway.placement import Dispatcher, Placement, RollCall
 from deployments.gateway.ports import Vectors
 from deployments.llm import wire
 from deployments.llm.protocol import Answer, Generation
@@ -82,11 +82,11 @@ class EngineHandle:
         Until then the gateway before us serves on with the replicas before ours; if ours never come, it goes on.
         """
         while True:
-            census = Census(self._dispatcher)
+            present = RollCall(self._dispatcher)
             with suppress(TimeoutError, RayError, RayServeException):
-                async with asyncio.timeout(CENSUS_WAIT_S), self._handle.choose_replica(census):
+                async with asyncio.timeout(CENSUS_WAIT_S), self._handle.choose_replica(present):
                     pass
-            if not census.others or census.ours:
+            if not present.others or present.ours:
                 return
             await asyncio.sleep(CENSUS_PAUSE_S)
 

@@ -127,7 +127,7 @@ class Router(Protocol):
 
 
 @dataclass
-class Census:
+class RollCall:
     """Looks who is there. The call that carries it goes anywhere."""
 
     dispatcher: Dispatcher
