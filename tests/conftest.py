@@ -72,7 +72,11 @@ def serve_app(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on several ranks says so by its fixture; it is too slow for `make unit`."""
+    """What runs on several ranks says so by its fixture; it is too slow for `make unit`.
+
+    What needs the Serve application comes last: it has two engines, and while it is up all else is slower.
+    """
     for item in items:
         if "gang" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+    items.sort(key=lambda item: "serve_app" in getattr(item, "fixturenames", ()) or "serve" in item.keywords)
