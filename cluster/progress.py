@@ -114,7 +114,10 @@ def relayed(sink: Sink) -> Iterator[Sink]:
                 ending = ended.wait(_FETCH_PERIOD_S)
                 reports: list[Progress] = ray.get(mailbox.take.remote())
                 for progress in reports:
-                    sink(progress)
+                    try:
+                        sink(progress)
+                    except Exception:  # the next report may be one that it can show
+                        logger.exception("a progress report could not be shown")
 
     thread = threading.Thread(target=fetch, name="progress-relay", daemon=True)
     thread.start()

@@ -22,6 +22,8 @@ from tests.serving import BASE, KEPT, ServeApp
 pytestmark = pytest.mark.serve
 
 HELLO: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+LONG = 450
+"""Tokens of a stream that is to outlast what the test does meanwhile, on a fast machine too."""
 
 
 def described(app: ServeApp) -> dict[str, Any]:
@@ -93,9 +95,9 @@ def test_more_at_once_than_there_are_slots_all_get_their_turn(serve_app: ServeAp
 
 def test_what_a_stream_uses_is_not_evicted_and_what_was_hung_up_on_is(serve_app: ServeApp) -> None:
     used, left, *others = registered(serve_app, "streamed", room(serve_app) + 2)
-    asked = {"messages": HELLO, "max_tokens": 200, "stream": True, "ignore_eos": True, "temperature": 0}
+    asked = {"messages": HELLO, "max_tokens": LONG, "stream": True, "ignore_eos": True, "temperature": 0}
     stream = serve_app.sdk.chat.completions.create(
-        model=f"{BASE}:{used.id}", messages=HELLO, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        model=f"{BASE}:{used.id}", messages=HELLO, max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
     )
     next(stream)
     with serve_app.http.stream("POST", "/v1/chat/completions", json={**asked, "model": f"{BASE}:{left.id}"}) as broken:

@@ -34,6 +34,19 @@ def test_reports_of_several_workers_all_arrive_each_in_its_order(ray_session: Se
     assert seen == {"a": STEPS, "b": STEPS}
 
 
+def test_a_report_that_cannot_be_shown_does_not_keep_the_next_from_it(ray_session: Session) -> None:
+    seen: list[float] = []
+
+    def show(progress: Progress) -> None:
+        if progress.done == 0:
+            raise ValueError(progress)
+        seen.append(progress.done)
+
+    with relayed(show) as sink:
+        ray.get(ray.remote(work).remote(sink))
+    assert seen == STEPS[1:]
+
+
 def test_what_a_worker_said_before_it_died_arrives(ray_session: Session) -> None:
     def die(sink: Sink) -> None:
         work(sink)
