@@ -194,7 +194,7 @@ def test_a_worker_told_to_end_a_worker_that_hangs_and_a_driver_told_to_stop(stag
     with Rehearsal(play(stage, **changes), here(stage), tmp_path / "log") as followed:
         followed.step(3)
         os.kill(followed.members()[1][1], signal.SIGTERM)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not followed.written() and time.monotonic() < deadline:
             time.sleep(0.1)
         (saved,) = commits(followed)
