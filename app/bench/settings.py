@@ -2,7 +2,7 @@
 
 Each variant is vLLM's own server, so that the figures are the engine's; it has our settings but for the one. The base
 stays up and is asked before or after every variant on the same requests, so that a ratio is one of neighbouring turns.
-Variants come a few at a time, because each holds a model. The outcome is `deployments.llm.build.CPU_PROFILE`.
+Variants come a few at a time, because each holds a model. What it finds belongs into `deployments.llm.build`.
 """
 
 import asyncio
