@@ -38,5 +38,5 @@ def _is_deserted(path: Path) -> bool:
         except ConnectionRefusedError:
             return True
         except OSError:
-            return False
+            pass
     return False

@@ -116,7 +116,7 @@ def relayed(sink: Sink) -> Iterator[Sink]:
                 for progress in reports:
                     try:
                         sink(progress)
-                    except Exception:  # the next report may be one that it can show
+                    except Exception:  # else this thread would end, and no later report would be seen by anybody
                         logger.exception("a progress report could not be shown")
 
     thread = threading.Thread(target=fetch, name="progress-relay", daemon=True)

@@ -79,4 +79,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gang" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-    items.sort(key=lambda item: "serve_app" in getattr(item, "fixturenames", ()) or "serve" in item.keywords)
+    items.sort(key=lambda item: item.get_closest_marker("serve") is not None)

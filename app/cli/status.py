@@ -51,8 +51,8 @@ def _draw(console: Console, found: "Status") -> None:
         console.print(table("Deployments", ["deployment", "status", "replicas", "why"], parts))
     if found.gateway is not None:
         console.print(f"Gateway: {found.gateway['url']}, HTTP {found.gateway['status'] or 'no answer'}")
-    for llm in _parts(found):
-        if replicas := [_replica(facts, str(llm.get("model", "-"))) for facts in llm.get("replicas", ())]:
+    for part in _parts(found):
+        if replicas := [_replica(facts, str(part.get("model", "-"))) for facts in part.get("replicas", ())]:
             columns = ["model", "replica", "running", "adapters in it", "standing"]
             console.print(table("Replicas of language models", columns, replicas))
     if failed := _failed_adapters(found):
@@ -78,8 +78,8 @@ def _draw(console: Console, found: "Status") -> None:
 
 def _failed_adapters(found: "Status") -> list[tuple[str, str, str]]:
     """Of all replicas that answered, and only while the last try has failed."""
-    failed = [each for llm in _parts(found) for each in llm.get("adapters_failed", {}).items()]
-    lost = [each for llm in _parts(found) for each in llm.get("keep_problems", {}).items()]
+    failed = [each for part in _parts(found) for each in part.get("adapters_failed", {}).items()]
+    lost = [each for part in _parts(found) for each in part.get("keep_problems", {}).items()]
     return [(version, fault["at"], fault["why"]) for version, fault in failed] + [
         (name, "-", why) for name, why in lost
     ]

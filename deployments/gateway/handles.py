@@ -29,8 +29,8 @@ from deployments.llm.protocol import Answer, Generation
 _PREFIX_LENGTH = 1024
 _PREFIX_MESSAGES = 4
 _TRIES = 2
-CENSUS_WAIT_S = 3.0
-CENSUS_PAUSE_S = 0.5
+ROLL_CALL_WAIT_S = 3.0
+ROLL_CALL_PAUSE_S = 0.5
 REPLICA_WAIT_S = 5.0
 """A start takes ten times as long: who waits for one should do so at home."""
 RELEASE_WAIT_S = 1.0
@@ -84,11 +84,11 @@ class EngineHandle:
         while True:
             present = RollCall(self._dispatcher)
             with suppress(TimeoutError, RayError, RayServeException):
-                async with asyncio.timeout(CENSUS_WAIT_S), self._handle.choose_replica(present):
+                async with asyncio.timeout(ROLL_CALL_WAIT_S), self._handle.choose_replica(present):
                     pass
             if not present.others or present.ours:
                 return
-            await asyncio.sleep(CENSUS_PAUSE_S)
+            await asyncio.sleep(ROLL_CALL_PAUSE_S)
 
     async def _replica(self, held: AsyncExitStack, ask: Ask) -> tuple[str, wire.Address]:
         """A replica with room, until `held` ends; Serve would wait for ever if there is none, or if it hangs."""

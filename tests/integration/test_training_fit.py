@@ -28,7 +28,7 @@ from cluster.errors import ConfigError
 from cluster.models import StoredModel, obtain
 from cluster.progress import Progress
 from cluster.session import Session
-from cluster.storage import Home
+from cluster.storage import Home, write_atomically
 from cluster.tracking import MlflowTracker, prepare_tracking
 from tests.actors.training.small import HERE, VOCABULARY, Remembered, job, memory_feed, packed_rows, settings
 
@@ -246,7 +246,7 @@ class ProcessNote:
     path: Path
 
     def __call__(self, identity: str, step: int, path: str, metrics: Mapping[str, float]) -> None:
-        self.path.write_text(str(os.getpid()))
+        write_atomically(self.path, str(os.getpid()))
 
 
 def test_ctrl_c_stops_the_workers_and_goes_on_to_the_caller(
@@ -258,9 +258,9 @@ def test_ctrl_c_stops_the_workers_and_goes_on_to_the_caller(
     pressed: list[psutil.Process] = []
 
     def press_ctrl_c(progress: Progress) -> None:
-        # A checkpoint is noted a while after its step, and while it is, the note is empty.
-        if not pressed and worker.exists() and (pid := worker.read_text()):
-            pressed.append(psutil.Process(int(pid)))
+        # A checkpoint is noted a while after its step.
+        if progress.done >= 3 and not pressed and worker.exists():
+            pressed.append(psutil.Process(int(worker.read_text())))
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
