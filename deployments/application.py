@@ -18,6 +18,7 @@ from cluster import environment
 from cluster.errors import ConfigError, DependencyError
 from cluster.models import locate
 from cluster.storage import Home
+from deployments import listening
 from deployments.config import ServeConfig
 from deployments.embedding.server import build as build_embedding
 from deployments.gateway.deployment import Gateway
@@ -64,9 +65,11 @@ def build(config: ServeConfig) -> Application:
 def run(config: ServeConfig) -> str:
     """Start the application on the connected Ray and wait until it answers; returns the gateway's URL.
 
-    Raises `DependencyError` with the reason if a part cannot start, for example if the parity check fails.
+    Raises `DependencyError` with the reason if a part cannot start, for example if the parity check fails;
+    `ConfigError` if Serve runs already and listens at another address.
     """
     preflight(config, Home.current())
+    listening.require(config.gateway.host, config.gateway.port)
     serve.start(proxy_location="HeadOnly", http_options=_http(config))
     try:
         serve.run(build(config), name=config.name, route_prefix="/")

@@ -8,7 +8,9 @@ import ray
 
 from actors.registry.client import RegistryClient
 from actors.registry.config import ACTOR_NAME, NAMESPACE
+from cluster.errors import ConfigError
 from cluster.storage import only_one
+from deployments import application
 from deployments.llm.adapters import LOCK
 from tests.serving import BASE, ServeApp
 from tests.traffic import flowing
@@ -59,3 +61,11 @@ def test_an_adapter_that_comes_slowly_keeps_nobody_else_waiting(serve_app: Serve
         assert traffic.whole >= 1
     waiting.join()
     assert answers[0] != serve_app.say(BASE)
+
+
+def test_another_address_than_serves_own_is_refused_and_what_runs_runs_on(serve_app: ServeApp) -> None:
+    gateway = serve_app.config.gateway
+    elsewhere = gateway.model_copy(update={"port": gateway.port + 1})
+    with pytest.raises(ConfigError, match=f"{gateway.port + 1} is not where .* at {gateway.host}:{gateway.port}"):
+        application.run(serve_app.config.model_copy(update={"gateway": elsewhere}))
+    assert serve_app.say(BASE)

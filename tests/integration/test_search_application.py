@@ -12,15 +12,15 @@ from ray import serve
 from ray.exceptions import RayTaskError
 
 from cluster.errors import RequestError
-from cluster.session import Session
 from cluster.storage import Home
 from cluster.vectors import lite_server
 from deployments.embedding.config import EmbeddingConfig
 from deployments.embedding.server import build as build_embedding
 from deployments.search.config import SearchConfig
 from deployments.search.server import build as build_search
+from tests.serving import ServeApp
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.serve
 
 APPLICATION = "search-test"
 DOCUMENTS = [
@@ -37,7 +37,7 @@ DOCUMENTS = [
 
 
 @pytest.fixture(scope="module")
-def search(ray_session: Session, home: Home) -> Iterator[Any]:
+def search(serve_app: ServeApp) -> Iterator[Any]:
     embedding = build_embedding(EmbeddingConfig(model="all-minilm-l6-v2"))
     handle = serve.run(build_search(SearchConfig(), embedding), name=APPLICATION, route_prefix=None)
     yield handle
