@@ -21,9 +21,9 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from cluster.errors import DependencyError, RequestError
+from cluster.errors import CapacityError, DependencyError, RequestError
 from cluster.signing import SignatureError, signature_path, verify
-from cluster.storage import LOCK, PARTIAL_PREFIX, Home, only_one, publish, write_atomically
+from cluster.storage import DISK_FULL, LOCK, PARTIAL_PREFIX, Home, only_one, publish, write_atomically
 from deployments.llm.protocol import Adapter
 from deployments.llm.templates import chat_template
 
@@ -73,8 +73,9 @@ class AdapterCache:
         """Folder of the adapter's verified copy on this node.
 
         Raises `DependencyError` if its files are missing, `SignatureError` (which is one, too) if nobody who is
-        trusted vouches for them or they are not what was registered, and `RequestError` if they are good but the
-        engine cannot take them. A failure is not remembered: the next call tries again.
+        trusted vouches for them or they are not what was registered, `RequestError` if they are good but the
+        engine cannot take them, and `CapacityError` if this node's disk is full. A failure is not remembered: the
+        next call tries again.
         """
         copy = self._copies.get(adapter.digest)
         if copy is not None and copy.whole():
@@ -96,6 +97,18 @@ class AdapterCache:
         return self._copies[adapter.digest].template
 
     def _bring(self, adapter: Adapter) -> _Copy:
+        try:
+            return self._verified(adapter)
+        except OSError as error:
+            if not _is_disk_full(error):
+                raise
+            logger.error("Adapter %s could not be copied to %s: %s", adapter.version, self._root, error)
+            raise CapacityError(
+                f"Adapter {adapter.version} cannot be loaded: the disk of a serving node is full.",
+                hint="Its operator can free space there, for example with `flywheel models gc`.",
+            ) from None
+
+    def _verified(self, adapter: Adapter) -> _Copy:
         # Called when `_copies` does not vouch for it, so from here on every byte is looked at again: no `Verifier`.
         target = self._root / adapter.digest
         if self._touched(target):
@@ -134,7 +147,9 @@ class AdapterCache:
                 until_published.enter_context(only_one(self._root / LOCK))
                 # Before the copy appears, so that there is none without. Its size was looked at when it was verified.
                 write_atomically(signature_path(target), signature_path(source).read_text(encoding="utf-8"))
-        except (OSError, shutil.Error) as error:
+        except OSError as error:
+            if _is_disk_full(error):
+                raise
             logger.error("Adapter %s could not be copied from %s: %s", adapter.version, adapter.path, error)
             raise _refused(adapter, "its files are missing or cannot be read") from None
 
@@ -204,6 +219,11 @@ def first_misfit(adapter: Mapping[str, tuple[int, ...]], base: Mapping[str, tupl
 
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _is_disk_full(error: OSError) -> bool:
+    # `copytree` gathers the errors of all files, as text.
+    return error.errno in DISK_FULL or any(os.strerror(number) in str(error) for number in DISK_FULL)
 
 
 def _refused(adapter: Adapter, why: str) -> DependencyError:

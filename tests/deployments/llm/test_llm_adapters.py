@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cluster.errors import DependencyError, RequestError
+from cluster.errors import CapacityError, DependencyError, RequestError
 from cluster.signing import Keyring, SignatureError, sign, signature_path
 from cluster.storage import Home, digest_folder
 from deployments.llm.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterCache, first_misfit
@@ -180,6 +181,24 @@ async def test_a_failure_is_not_remembered(cache: AdapterCache, tmp_path: Path) 
     assert str(tmp_path) not in f"{caught.value.message}{caught.value.hint}"
     moved.rename(tmp_path / "v1")
     assert (await cache.fetch(adapter)).is_dir()
+
+
+@pytest.mark.parametrize("call", ["sendfile", "mkdir", "replace"])
+async def test_a_full_disk_is_said_to_be_one_and_leaves_nothing_half_made(
+    cache: AdapterCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    adapter = registered(tmp_path / "v1")
+    with monkeypatch.context() as disk:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        disk.setattr(os, call, full)
+        with pytest.raises(CapacityError, match="triage/1 cannot be loaded: the disk of a serving node is full"):
+            await cache.fetch(adapter)
+    folder = await cache.fetch(adapter)
+    assert digest_folder(folder) == adapter.digest
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [adapter.digest]
 
 
 async def test_pickles_and_incomplete_folders_are_refused(cache: AdapterCache, tmp_path: Path) -> None:
