@@ -8,9 +8,9 @@ All private names of vLLM that Flywheel patches stand here. Seen in vLLM 0.32.0 
    several), the example it was seen on is a near tie, and "vec" costs about 8 % of the speed. Delete when no
    machine's parity check fails with "amx".
 2. LoRA in a mixed batch: upstream indexes the stacked weights with -1 for a request without an adapter, and
-   torch takes the last slot, so base requests are answered by an adapter. Mend: products grouped by adapter,
-   which also spares a copy of the weights for every token. Delete when
-   tests/deployments/test_engine_plugin.py::test_upstream_still_answers_the_base_with_an_adapter fails.
+   torch takes the last slot, so base requests are answered by an adapter. Mend: one product for all adapters in
+   use, masked in its middle (see `stacked`), which also spares a copy of the weights for every token. Delete when
+   tests/deployments/engine_plugin/test_mends.py::test_upstream_still_answers_the_base_with_an_adapter fails.
 3. `prompt_logprobs` on an engine with LoRA kills the engine: upstream multiplies the prompt's rows with the
    sampled rows' indices. Mend: part of the second. Delete with it, when
    test_upstream_still_dies_of_prompt_logprobs fails too.
@@ -24,7 +24,7 @@ from cluster.errors import DependencyError
 logger = logging.getLogger(__name__)
 
 SEEN_IN = "0.32.0"
-PUNICA_CLASS = "deployments.engine_plugin.punica.GroupedPunicaWrapper"
+PUNICA_CLASS = "deployments.engine_plugin.punica.StackedPunicaWrapper"
 
 _MARK = "__flywheel_mend__"
 
@@ -38,7 +38,7 @@ def apply() -> None:
     import vllm.v1.attention.backends.cpu_attn as cpu_attn
 
     choose_vec_over_amx(cpu_attn)
-    group_adapters(type(current_platform))
+    stack_adapters(type(current_platform))
     logger.debug("vLLM's CPU build is mended: attention kernel and mixed LoRA batches")
 
 
@@ -56,7 +56,7 @@ def choose_vec_over_amx(cpu_attn: Any) -> None:
     cpu_attn._get_attn_isa = get_attn_isa
 
 
-def group_adapters(platform: Any) -> None:
+def stack_adapters(platform: Any) -> None:
     """Mend 2: the platform names the class that computes LoRA; name ours, a subclass of the one it named."""
     _require(platform, "get_punica_wrapper", mend="mixed LoRA batches")
     named = platform.get_punica_wrapper()

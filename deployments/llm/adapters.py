@@ -181,12 +181,15 @@ class AdapterCache:
                 hint="Serve with a larger llm.max_lora_rank, or train with a smaller adapter.r.",
             )
         if misfit := first_misfit(shapes(folder), shapes(self._base)):
-            raise RequestError(
+            raise _invalid(
                 f"Adapter {adapter.version} does not fit {self._base.name}: {misfit}.",
-                status=422,
-                param="model",
-                code="adapter_invalid",
                 hint="Register an adapter that was trained on this base.",
+            )
+        if broken := first_not_finite(folder):
+            # In a batch its columns are multiplied by zero for all others, and 0 · NaN is NaN (see engine_plugin).
+            raise _invalid(
+                f"Adapter {adapter.version} holds NaN or infinity in {broken}.",
+                hint="Its training has diverged: register an earlier checkpoint, or train with a lower learning rate.",
             )
 
 
@@ -217,6 +220,16 @@ def first_misfit(adapter: Mapping[str, tuple[int, ...]], base: Mapping[str, tupl
     return None
 
 
+def first_not_finite(folder: Path) -> str | None:
+    """The first tensor in a folder's safetensors that holds a NaN or an infinity, or None; reads them all."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                if not file.get_tensor(name).isfinite().all():
+                    return name
+    return None
+
+
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
@@ -232,3 +245,7 @@ def _refused(adapter: Adapter, why: str) -> DependencyError:
         hint="Register the adapter again, or ask for another version.",
         retryable=False,
     )
+
+
+def _invalid(message: str, *, hint: str) -> RequestError:
+    return RequestError(message, status=422, param="model", code="adapter_invalid", hint=hint)

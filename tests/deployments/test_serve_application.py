@@ -281,9 +281,16 @@ def test_what_was_served_by_whom_is_in_the_lineage(serve_app: ServeApp, versions
 
 def test_metrics_name_routes_models_and_tokens(serve_app: ServeApp) -> None:
     serve_app.say(BASE)
-    text = serve_app.http.get("/metrics").text
-    assert f'flywheel_gateway_requests_total{{model="{BASE}",route="/v1/chat/completions",status="200"}}' in text
-    assert f'flywheel_gateway_tokens_total{{direction="completion",model="{BASE}"}}' in text
+    counted = (
+        f'flywheel_gateway_requests_total{{model="{BASE}",route="/v1/chat/completions",status="200"}}',
+        f'flywheel_gateway_tokens_total{{direction="completion",model="{BASE}"}}',
+    )
+
+    def told() -> bool:
+        text = serve_app.http.get("/metrics").text
+        return all(series in text for series in counted)
+
+    until(told)  # a request is counted once its answer has gone
 
 
 def test_the_context_is_the_one_that_was_asked_for(serve_app: ServeApp) -> None:

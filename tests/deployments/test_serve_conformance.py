@@ -351,6 +351,7 @@ def test_a_requests_id_is_echoed_and_found_in_every_line_about_it(serve_app: Ser
     replica = [line for line in log_lines("llm") if lost.id in line]
     assert replica
     assert all(" find-me -- " in line for line in replica)
+    until(lambda: any("find-me" in line for line in log_lines("gateway")))  # written once the answer has gone
     (line,) = [line for line in log_lines("gateway") if "find-me" in line]
     facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
     assert facts.items() >= {"status": "503", "route": "/v1/chat/completions", "version": lost.id}.items()

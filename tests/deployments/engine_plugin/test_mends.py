@@ -43,9 +43,9 @@ def upstream() -> type[Any]:
 
 
 def ours() -> type[Any]:
-    from deployments.engine_plugin.punica import GroupedPunicaWrapper
+    from deployments.engine_plugin.punica import StackedPunicaWrapper
 
-    return GroupedPunicaWrapper
+    return StackedPunicaWrapper
 
 
 @imports_vllm
@@ -110,7 +110,7 @@ def test_a_platform_that_computes_lora_otherwise_is_refused() -> None:
             return "vllm.lora.new.Wrapper"
 
     with pytest.raises(DependencyError, match=r"vllm\.lora\.new\.Wrapper"):
-        mends.group_adapters(Platform)
+        mends.stack_adapters(Platform)
 
 
 def run(code: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from cluster.errors import CapacityError, DependencyError, RequestError
 from cluster.signing import Keyring, SignatureError, sign, signature_path
@@ -257,3 +257,18 @@ async def test_an_adapter_for_another_base_is_refused(tmp_path: Path, cache: Ada
     save_file({"layers.0.q_proj.weight": np.zeros((4, 4), dtype=np.float32)}, tmp_path / "base" / "model.safetensors")
     with pytest.raises(RequestError, match="does not fit base"):
         await cache.fetch(adapter)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+async def test_weights_that_are_no_numbers_are_refused_with_their_name(
+    cache: AdapterCache, tmp_path: Path, value: float
+) -> None:
+    """In one batch with others they would spoil the others' answers too."""
+    adapter = registered(tmp_path / "v1")
+    weights = Path(adapter.path) / WEIGHTS_FILE
+    tensors = load_file(weights)
+    tensors[f"{PREFIX}.lora_B.weight"][3, 2] = value
+    save_file(tensors, weights)
+    with pytest.raises(RequestError, match=r"triage/1 holds NaN or infinity in .*lora_B") as caught:
+        await cache.fetch(again_signed(adapter))
+    assert (caught.value.status, caught.value.code) == (422, "adapter_invalid")
