@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from cluster.signing import Keyring
 from cluster.storage import Home
 
 
@@ -15,5 +16,6 @@ def beside(current: Home, scratch: Path) -> Home:
             (home.models / entry.name).symlink_to(entry)
         elif not entry.name.startswith("."):
             shutil.copyfile(entry, home.models / entry.name)
+    Keyring(current).ensure()  # a link to nothing would keep a first key from being made
     home.keys.symlink_to(current.keys)
     return home
