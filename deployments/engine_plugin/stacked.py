@@ -92,6 +92,7 @@ def _side_by_side(weights: torch.Tensor) -> torch.Tensor:
     by_slot = weights.flatten(0, -3)
     by_feature = by_slot.transpose(0, 1)
     if not by_feature.is_contiguous():
-        weights.data = by_feature.contiguous().transpose(0, 1).view(weights.shape)
+        with torch.inference_mode(False):  # what is made in that mode cannot be written into outside of it
+            weights.data = by_feature.clone(memory_format=torch.contiguous_format).transpose(0, 1).view(weights.shape)
         by_feature = weights.flatten(0, -3).transpose(0, 1)
     return by_feature
