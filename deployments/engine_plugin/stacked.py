@@ -76,7 +76,7 @@ def expand(
     features = weights.shape[-2]
     columns = min(features, out.shape[1] - offset, features if width is None else width)
     b = _side_by_side(weights)[:columns, mix.slots].flatten(1).to(out.dtype)
-    out[:, offset : offset + columns].add_(torch.mm(inner.flatten(1).to(out.dtype), b.t()))
+    out[:, offset : offset + columns].addmm_(inner.flatten(1).to(out.dtype), b.t())
 
 
 def _own(inner: torch.Tensor, mix: Mix) -> torch.Tensor:
