@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from app.bench.homes import beside
 from cluster import environment
 from cluster.models import obtain
 from cluster.session import free_port
@@ -43,12 +44,12 @@ with connect(), serve.running(config, Home.current(), silent):
 
 
 @contextmanager
-def serving(root: Path, model: Path) -> Iterator[str]:
+def serving(root: Path) -> Iterator[str]:
     """A cluster of its own in the home `root`, with an embedder; nothing of it is left afterwards."""
     port = free_port()
     kept = {name: value for name, value in os.environ.items() if name not in environment.library_settings_names()}
     env = {**kept, environment.HOME: str(root)}
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port), str(model)], env=env)
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port), EMBEDDER], env=env)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -87,9 +88,9 @@ def until_it_answers(url: str, within_s: float) -> list[httpx.Response | None]:
 
 
 def test_two_clusters_share_a_machine(home: Home, tmp_path: Path) -> None:
-    model = obtain(EMBEDDER, home).path
-    roots = [tmp_path / "one", tmp_path / "two"]
-    with serving(roots[0], model) as first, serving(roots[1], model) as second:
+    obtain(EMBEDDER, home)
+    roots = [beside(home, tmp_path / name).root for name in ("one", "two")]  # what is signed for one home is for both
+    with serving(roots[0]) as first, serving(roots[1]) as second:
         for url in (first, second):
             until_it_answers(url, START_S)
         for root, url in zip(roots, (first, second), strict=True):
