@@ -38,12 +38,11 @@ def app(serve_app: ServeApp) -> Iterator[ServeApp]:
 
 
 def become(app: ServeApp, llm: dict[str, Any], gateway: dict[str, Any] | None = None) -> None:
-    """Deploy the session's settings with these changes; returns when all of it is there."""
+    """Deploy the session's settings with these changes of its first base; returns when all of it is there."""
     from deployments import application  # heavy
 
-    assert app.config.llm is not None
     settings = app.config.model_dump(mode="json")
-    settings["llm"] |= llm
+    settings["llm"][0] |= llm
     settings["gateway"] |= gateway or {}
     application.run(ServeConfig.model_validate(settings))
 
@@ -55,7 +54,9 @@ def replicas(app: ServeApp) -> list[int]:
 
 def _is_replica(process: psutil.Process, app: ServeApp) -> bool:
     try:
-        named = " ".join(process.cmdline()).startswith(f"ray::ServeReplica:{app.config.name}:llm")
+        # The deployment's name ends there, or at the method that the replica is busy with.
+        title = " ".join(process.cmdline()).partition(".")[0].strip()
+        named = title == f"ray::ServeReplica:{app.config.name}:llm"
         return named and process.environ().get(environment.HOME) == str(app.home.root)
     except psutil.Error:  # it has ended meanwhile, and perhaps nobody has fetched its status
         return False
