@@ -224,7 +224,8 @@ def first_not_finite(folder: Path) -> str | None:
     """The first tensor in a folder's safetensors that holds a NaN or an infinity, or None; reads them all."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in sorted(file.keys()):
+            names: list[str] = sorted(file.keys())
+            for name in names:
                 if not file.get_tensor(name).isfinite().all():
                     return name
     return None

@@ -2,7 +2,8 @@
 
 One who wants an adapter asks `lease` and does what the decision says; who was told to load says `loaded` or
 `failed` at the end. It never decides to evict what is leased or pinned, and takes the least recently used of the
-rest. It knows no engine, no file and no clock.
+rest. Adapters that are never out of use would keep all others out for ever, so one who has waited too long may `claim`
+a slot: it takes no new leases and is the claimant's when its last one ends. It knows no engine, no file and no clock.
 """
 
 from collections import OrderedDict
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+LOADS = 4
+"""Adapters that come in at a time. An engine takes them between two steps, and each makes it stand for a moment."""
 _FAULTS_KEPT = 32
 
 
@@ -45,7 +48,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing can go now. Ask again after the next `release`, `loaded`, `failed` or `pin`."""
+    """Nothing can go now. Ask again after the next `release`, `loaded`, `failed`, `waive` or `pin`."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,14 @@ class Fault:
 class _Slot:
     loaded: bool = False
     leases: set[Lease] = field(default_factory=set)
+    heir: str | None = None
+    """Who has claimed it."""
 
 
 class Residency:
     """At most `limit` adapters are resident or loading; at most `loads` of them are loading at a time."""
 
-    def __init__(self, limit: int, *, loads: int = 1) -> None:
+    def __init__(self, limit: int, *, loads: int = LOADS) -> None:
         self._limit = limit
         self._loads = loads
         self._slots: OrderedDict[str, _Slot] = OrderedDict()
@@ -105,6 +110,8 @@ class Residency:
     def lease(self, name: str) -> Decision:
         """What one who wants `name` has to do now. All but `Wait` and `Refused` give a lease, to be released once."""
         slot = self._slots.get(name)
+        if slot is not None and slot.heir is not None:
+            return Wait()
         if slot is not None:
             lease = self._leased(name, slot)
             if not slot.loaded:
@@ -116,13 +123,33 @@ class Residency:
             return Refused()
         if sum(not slot.loaded for slot in self._slots.values()) >= self._loads:
             return Wait()
-        evict = self._evictable() if full else None
+        evict = self._evictable(name) if full else None
         if full and evict is None:
             return Wait()
         if evict is not None:
             del self._slots[evict]
+        self.waive(name)
         slot = self._slots[name] = _Slot()
         return Load(self._leased(name, slot), evict)
+
+    def claim(self, name: str) -> None:
+        """One who was told to wait has waited too long: of the slots that can go, the one with the fewest leases is to
+        be its own. Saying so again changes nothing while it has a claim; without such a slot it has none."""
+        if name in self._slots or any(slot.heir == name for slot in self._slots.values()):
+            return
+        free = [
+            slot
+            for other, slot in self._slots.items()
+            if slot.loaded and slot.heir is None and other not in self._pinned
+        ]
+        if free:
+            min(free, key=lambda slot: len(slot.leases)).heir = name
+
+    def waive(self, name: str) -> None:
+        """Whoever claimed a slot for `name` does not wait any more; if others still do, they claim again."""
+        for slot in self._slots.values():
+            if slot.heir == name:
+                slot.heir = None
 
     def release(self, lease: Lease) -> None:
         """This use has ended. Saying so twice, or after the load has failed, changes nothing."""
@@ -152,6 +179,8 @@ class Residency:
         if len(wanted) > self._limit:
             raise ValueError(f"{len(wanted)} adapters cannot be pinned in {self._limit} slots")
         self._pinned = wanted
+        for name in wanted & self._slots.keys():
+            self._slots[name].heir = None
 
     def _leased(self, name: str, slot: _Slot) -> Lease:
         self._number += 1
@@ -160,8 +189,11 @@ class Residency:
         self._slots.move_to_end(name)
         return lease
 
-    def _evictable(self) -> str | None:
-        free = (
-            name for name, slot in self._slots.items() if slot.loaded and not slot.leases and name not in self._pinned
-        )
-        return next(free, None)
+    def _evictable(self, wanted: str) -> str | None:
+        free = [
+            (name, slot.heir)
+            for name, slot in self._slots.items()
+            if slot.loaded and not slot.leases and name not in self._pinned and slot.heir in (None, wanted)
+        ]
+        own = (name for name, heir in free if heir == wanted)
+        return next(own, None) or next((name for name, _ in free), None)

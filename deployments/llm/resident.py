@@ -14,10 +14,12 @@ from typing import Protocol
 from cluster.errors import CapacityError, DependencyError, FlywheelError, RequestError
 from deployments.llm.adapters import AdapterCache
 from deployments.llm.protocol import Adapter, version_of
-from deployments.llm.residency import Fault, Lease, Load, Refused, Residency, Wait
+from deployments.llm.residency import Fault, Lease, Load, Loading, Refused, Residency, Resident, Wait
 
 SLOT_WAIT_S = 30.0
 """How long a request waits for a slot while all are in use; a generation on a CPU takes that long."""
+PATIENCE_S = 5.0
+"""After which it claims one: no new request gets on the adapter in it, and it waits for those that are."""
 _RETRY_AFTER_S = 5.0
 _ABORT_WAIT_S = 5.0
 _ABORT_POLL_S = 0.005
@@ -53,6 +55,7 @@ class ResidentAdapters:
         base: str,
         changed: Callable[[], None] = lambda: None,
         slot_wait_s: float = SLOT_WAIT_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._cache = cache
         self._engine = engine
@@ -60,6 +63,7 @@ class ResidentAdapters:
         self._base = base
         self._changed = changed
         self._slot_wait_s = slot_wait_s
+        self._patience_s = patience_s
         self._residency = Residency(limit)
         self._flights: dict[str, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
@@ -122,20 +126,7 @@ class ResidentAdapters:
     async def _lease(self, adapter: Adapter) -> Lease:
         # Also when the engine has the adapter already: it may have to read the files again (see adapters.py).
         folder = await self._fetch(adapter)
-        try:
-            async with asyncio.timeout(self._slot_wait_s) as waiting:
-                while True:
-                    decision = self._residency.lease(adapter.engine_name)
-                    if not isinstance(decision, Wait):
-                        waiting.reschedule(None)
-                        break
-                    await self._news.wait()
-        except TimeoutError:
-            raise CapacityError(
-                f"All {self._limit} adapters that a replica holds are in use.",
-                retry_after_s=_RETRY_AFTER_S,
-                hint="Ask again later, or serve with a larger llm.max_adapters.",
-            ) from None
+        decision = await self._decision(adapter.engine_name)
         if isinstance(decision, Refused):
             raise DependencyError(
                 f"Adapter {adapter.version} finds no room: all {self._limit} places are kept for others.",
@@ -154,6 +145,36 @@ class ResidentAdapters:
                 self._tell()
                 raise
         return decision.lease
+
+    async def _decision(self, name: str) -> Resident | Loading | Load | Refused:
+        """What can be done, once something can; `CapacityError` after too long a wait."""
+        decision = self._residency.lease(name)
+        if not isinstance(decision, Wait):
+            return decision
+        clock = asyncio.get_running_loop().time
+        patient_until = clock() + self._patience_s
+        try:
+            async with asyncio.timeout(self._slot_wait_s) as waiting:
+                while isinstance(decision, Wait):
+                    overdue = clock() >= patient_until
+                    if overdue:
+                        self._residency.claim(name)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout_at(None if overdue else patient_until):
+                            await self._news.wait()
+                    decision = self._residency.lease(name)
+                waiting.reschedule(None)
+            return decision
+        except TimeoutError:
+            raise CapacityError(
+                f"All {self._limit} adapters that a replica holds are in use.",
+                retry_after_s=_RETRY_AFTER_S,
+                hint="Ask again later, or serve with a larger llm.max_adapters.",
+            ) from None
+        finally:
+            if isinstance(decision, Wait):
+                self._residency.waive(name)
+                self._tell()
 
     async def _fetch(self, adapter: Adapter) -> str:
         try:

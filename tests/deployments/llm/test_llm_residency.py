@@ -97,6 +97,38 @@ def test_the_memory_of_failures_is_bounded() -> None:
     assert "x/99" in residency.faults
 
 
+def test_one_who_has_waited_too_long_is_the_next_however_wanted_the_others_are() -> None:
+    residency = Residency(2)
+    first, second = loaded(residency, "a"), loaded(residency, "b")
+    again = residency.lease("a")
+    assert isinstance(again, Resident)
+    assert isinstance(residency.lease("c"), Wait)
+    residency.claim("c")
+    assert isinstance(residency.lease("b"), Wait)  # fewer are on it than on the other
+    assert isinstance(residency.lease("a"), Resident)
+    residency.release(second)
+    assert isinstance(residency.lease("b"), Wait)
+    assert isinstance(residency.lease("d"), Wait)
+    decision = residency.lease("c")
+    assert isinstance(decision, Load)
+    assert decision.evict == "b"
+    residency.loaded("c")
+    assert isinstance(residency.lease("c"), Resident)
+    residency.release(first)
+
+
+def test_a_claim_that_is_waived_or_pinned_away_leaves_the_slot_as_it_was() -> None:
+    residency = Residency(1)
+    loaded(residency, "a")
+    residency.claim("b")
+    residency.waive("b")
+    assert isinstance(residency.lease("a"), Resident)
+    residency.claim("b")
+    residency.pin("a")
+    residency.claim("c")
+    assert isinstance(residency.lease("a"), Resident)
+
+
 def test_no_more_pins_than_slots() -> None:
     with pytest.raises(ValueError, match="3 adapters cannot be pinned in 2 slots"):
         Residency(2).pin("abc")
@@ -113,6 +145,7 @@ class Machine(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.used: list[str] = []
         self.pins: set[str] = set()
+        self.heirs: dict[str, str] = {}
 
     def _in_use(self) -> set[str]:
         return {lease.name for lease in self.leases}
@@ -122,10 +155,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def lease(self, name: str) -> None:
-        evictable = [n for n in self.used if n in self.engine and n not in self._in_use() | self.pins]
+        free = [n for n in self.used if n in self.engine and n not in self._in_use() | self.pins]
+        own = [n for n in free if self.heirs.get(n) == name]
+        evictable = own or [n for n in free if n not in self.heirs]
         taken = self.engine | self.loading
         decision = self.residency.lease(name)
-        if name in taken:
+        if name in self.heirs:
+            assert isinstance(decision, Wait)
+        elif name in taken:
             assert isinstance(decision, Resident if name in self.engine else Loading)
         elif len(taken) == LIMIT and taken <= self.pins:
             assert isinstance(decision, Refused)
@@ -136,6 +173,7 @@ class Machine(RuleBasedStateMachine):
             assert decision.evict == (evictable[0] if len(taken) == LIMIT else None)
             self.engine.discard(decision.evict or "")
             self.loading.add(name)
+            self.heirs = {n: heir for n, heir in self.heirs.items() if heir != name and n != decision.evict}
         if isinstance(decision, Resident | Loading | Load):
             self.leases.append(decision.lease)
             self._use(name)
@@ -164,6 +202,19 @@ class Machine(RuleBasedStateMachine):
     def pin(self, names: set[str]) -> None:
         self.residency.pin(names)
         self.pins = names
+        self.heirs = {n: heir for n, heir in self.heirs.items() if n not in names}
+
+    @rule(name=st.sampled_from(NAMES))
+    def claim(self, name: str) -> None:
+        self.residency.claim(name)
+        claimable = [n for n in self.used if n in self.engine and n not in self.pins | self.heirs.keys()]
+        if claimable and name not in self.engine | self.loading | set(self.heirs.values()):
+            self.heirs[min(claimable, key=self.residency.leases)] = name
+
+    @rule(name=st.sampled_from(NAMES))
+    def waive(self, name: str) -> None:
+        self.residency.waive(name)
+        self.heirs = {n: heir for n, heir in self.heirs.items() if heir != name}
 
     @invariant()
     def it_knows_what_the_engine_holds(self) -> None:

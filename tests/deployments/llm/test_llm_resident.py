@@ -7,6 +7,7 @@ import pytest
 from cluster.errors import CapacityError, DependencyError, RequestError
 from deployments.llm.adapters import AdapterCache
 from deployments.llm.protocol import Adapter
+from deployments.llm.residency import LOADS
 from deployments.llm.resident import ResidentAdapters
 
 
@@ -51,7 +52,7 @@ class Memory:
     async def load(self, name: str, folder: str) -> None:
         self.loads += 1
         self.loading += 1
-        assert self.loading == 1
+        assert self.loading <= LOADS
         try:
             await self.gate.wait()
             await asyncio.sleep(0)
@@ -76,10 +77,10 @@ class Memory:
 class Replica:
     """What the tests look at together."""
 
-    def __init__(self, limit: int, *, slot_wait_s: float = 5.0) -> None:
+    def __init__(self, limit: int, **waits_s: float) -> None:
         self.files, self.memory, self.changes = Files(), Memory(limit), 0
         self.adapters = ResidentAdapters(
-            self.files, self.memory, limit=limit, base="base", changed=self._changed, slot_wait_s=slot_wait_s
+            self.files, self.memory, limit=limit, base="base", changed=self._changed, **waits_s
         )
 
     def _changed(self) -> None:
@@ -187,6 +188,33 @@ async def test_what_is_in_use_stays_and_whoever_needs_its_place_is_told_after_a_
             await replica.use(B)
         assert replica.memory.held == {A.engine_name}
     await replica.use(B)
+
+
+async def test_adapters_that_are_always_in_use_keep_nobody_out_for_ever() -> None:
+    replica = Replica(1, patience_s=0.02)
+    stop = asyncio.Event()
+
+    async def wanted_all_the_time() -> None:
+        while not stop.is_set():
+            async with replica.adapters.used(A):
+                await asyncio.sleep(0.005)
+
+    crowd = [asyncio.create_task(wanted_all_the_time()) for _ in range(4)]
+    await settle(lambda: replica.memory.held == {A.engine_name})
+    async with asyncio.timeout(5):
+        await replica.use(B)
+    stop.set()
+    await asyncio.gather(*crowd)
+    assert replica.adapters.versions == ("a/1",)
+
+
+async def test_one_that_gives_up_leaves_the_slot_that_it_claimed_to_its_users() -> None:
+    replica = Replica(1, slot_wait_s=0.05, patience_s=0.01)
+    async with replica.adapters.used(A):
+        with pytest.raises(CapacityError):
+            await replica.use(B)
+        async with asyncio.timeout(5):
+            await replica.use(A)
 
 
 async def test_an_abort_that_is_on_its_way_is_waited_for() -> None:
