@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(420)]
 
 TWO = {"replicas": 2}
 START_S = 150.0
+MORE_THAN_ONE_TAKES = 8, 400
+"""Streams and tokens: below `routing.Affine.comfortable_tokens` all of one prompt would be on one replica."""
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +178,7 @@ class Stories:
 
 def test_one_of_two_is_killed_and_only_its_streams_break(app: ServeApp) -> None:
     victim = two_replicas(app)[0]
-    stories = Stories(app, 8, 200)
+    stories = Stories(app, *MORE_THAN_ONE_TAKES)
     time.sleep(4)
     with flowing(app, telling=0) as traffic:
         os.kill(victim, signal.SIGKILL)
@@ -193,7 +195,7 @@ def test_one_of_two_is_killed_and_only_its_streams_break(app: ServeApp) -> None:
 
 def test_one_of_two_hangs_and_nobody_waits_for_it(app: ServeApp) -> None:
     victim = two_replicas(app)[0]
-    stories = Stories(app, 8, 200)
+    stories = Stories(app, *MORE_THAN_ONE_TAKES)
     time.sleep(4)
     with flowing(app, asking=2, telling=0) as traffic:
         os.kill(victim, signal.SIGSTOP)
