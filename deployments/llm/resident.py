@@ -18,7 +18,7 @@ from deployments.llm.residency import Fault, Lease, Load, Loading, Refused, Resi
 
 SLOT_WAIT_S = 30.0
 """How long a request waits for a slot while all are in use; a generation on a CPU takes that long."""
-PATIENCE_S = 5.0
+PATIENCE_S = 15.0
 """After which it claims one: no new request gets on the adapter in it, and it waits for those that are."""
 _RETRY_AFTER_S = 5.0
 _ABORT_WAIT_S = 5.0
