@@ -94,15 +94,16 @@ class EngineHandle:
         """A replica with room, until `held` ends; Serve would wait for ever if there is none, or if it hangs."""
         for _ in range(_TRIES):
             placement = Placement(self._dispatcher, ask, wait_s=REPLICA_WAIT_S)
-            try:
-                async with asyncio.timeout(REPLICA_WAIT_S):
-                    chosen = await held.enter_async_context(self._handle.choose_replica(placement))
-            except TimeoutError:
-                if not placement.tried:
-                    break
-                self._dispatcher.doubt(placement.tried[-1])
-                continue
-            held.enter_context(self._dispatcher.sent(chosen.replica_id, ask))
+            with placement.counted():
+                try:
+                    async with asyncio.timeout(REPLICA_WAIT_S):
+                        chosen = await held.enter_async_context(self._handle.choose_replica(placement))
+                except TimeoutError:
+                    if not placement.tried:
+                        break
+                    self._dispatcher.doubt(placement.tried[-1])
+                    continue
+                held.enter_context(self._dispatcher.sent(chosen.replica_id, ask))
             return chosen.replica_id, wire.Address.of(chosen.replica_metadata)
         raise CapacityError(
             f"No replica of {self._part} is there to answer. One is being started.",

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -153,6 +153,23 @@ class Placement:
     tried: list[str] = field(default_factory=list)
     """Whom it was sent to, the last one at the end."""
     made: float = field(default_factory=time.monotonic)
+    _counted: ExitStack = field(default_factory=ExitStack)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """While the block runs, whoever was chosen counts as having the request.
+
+        Serve asks the chosen replica whether it has room before it hands it over; of a crowd that comes at once, all
+        would be sent to the same one in that time.
+        """
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._over.set()  # Serve may go on looking, for nobody
+                self._counted.close()
 
     def ranked(self, candidates: Sequence[RunningReplica]) -> list[list[RunningReplica]]:
         """The chosen one, and then, if it has died meanwhile, any other."""
@@ -162,7 +179,11 @@ class Placement:
             return [[] if time.monotonic() - self.made < self.wait_s else list(candidates)]
         candidates = [one for one in candidates if one.replica_id.unique_id in ours]
         reports = {one.replica_id.unique_id: one.routing_stats for one in candidates}
-        choice = self.dispatcher.choose(self.ask, reports)
+        with self._lock:
+            self._counted.close()  # the choice before this one has come to nothing
+            choice = self.dispatcher.choose(self.ask, reports)
+            if not self._over.is_set():
+                self._counted.enter_context(self.dispatcher.sent(choice.replica, self.ask))
         self.tried.append(choice.replica)
         logger.debug("%s goes to %s: %s", self.ask.adapter or "the base", choice.replica, choice.why)
         chosen = [one for one in candidates if one.replica_id.unique_id == choice.replica]

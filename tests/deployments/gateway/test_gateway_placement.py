@@ -1,11 +1,14 @@
 """The gateway's account of its replicas: what they reported, and what it has sent since."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from cluster.errors import CapacityError
 from deployments.gateway.fleet import Ask, Fleet
 from deployments.gateway.handles import asked_of
-from deployments.gateway.placement import SILENT_S, Dispatcher
+from deployments.gateway.placement import SILENT_S, Dispatcher, Placement
 from deployments.gateway.routing import Choice
 from deployments.llm.protocol import Adapter, Build, Generation
 
@@ -37,6 +40,33 @@ def test_what_is_sent_counts_until_it_is_over_or_reported() -> None:
         assert policy.loads == {"a": 100, "b": 700}
     dispatcher.choose(ask, reports)
     assert policy.loads == {"a": 0, "b": 700}
+
+
+def candidate(name: str) -> Any:
+    """A replica as Serve's router sees it, as far as a placement looks at one."""
+    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), replica_metadata={}, routing_stats=report())
+
+
+def test_a_crowd_that_comes_at_once_is_spread_before_any_of_it_has_been_sent() -> None:
+    dispatcher, replicas = Dispatcher(LeastLoaded()), [candidate("a"), candidate("b")]
+    crowd = [Placement(dispatcher, Ask(tokens=10)) for _ in range(6)]
+    for placement in crowd:
+        placement.ranked(replicas)
+    assert sorted(placement.tried[0] for placement in crowd) == ["a"] * 3 + ["b"] * 3
+
+
+def test_a_choice_counts_once_and_no_longer_than_somebody_waits_for_it() -> None:
+    policy = LeastLoaded()
+    dispatcher, replicas = Dispatcher(policy), [candidate("a"), candidate("b")]
+    placement = Placement(dispatcher, Ask(tokens=10))
+    with placement.counted():
+        for _ in range(3):
+            assert [[one.replica_id.unique_id for one in tier] for tier in placement.ranked(replicas)] == [["a"], ["b"]]
+        dispatcher.choose(Ask(), {"a": replicas[0].routing_stats, "b": replicas[1].routing_stats})
+        assert policy.loads == {"a": 10, "b": 0}
+    placement.ranked(replicas)  # Serve goes on looking
+    dispatcher.choose(Ask(), {"a": replicas[0].routing_stats, "b": replicas[1].routing_stats})
+    assert policy.loads == {"a": 0, "b": 0}
 
 
 def test_a_replica_that_goes_takes_its_account_with_it() -> None:
