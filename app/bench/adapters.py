@@ -49,7 +49,7 @@ class Size:
     adapters: int = 64
     resident: int = 8
     streams: int = 32
-    asks: int = 2
+    asks: int = 4
     tokens: int = 48
     rounds: int = 3
     merged: int = 2

@@ -41,12 +41,16 @@ _SETTLE_S: Final = 2.0
 
 @dataclass(frozen=True)
 class Size:
-    """Requests of a turn: `asks` of every stream, at least `least`; each `words` long, answered with `tokens`."""
+    """Requests of a turn: `asks` of every stream, at least `least`; each `words` long, answered with `tokens`.
+
+    All streams wait for the same step of the engine, so a percentile of the pauses is one of the steps: of the hundred
+    steps of two requests the 99th is the slowest, whatever disturbed it.
+    """
 
     streams: tuple[int, ...] = (1, 8, 32)
     rounds: int = 3
-    asks: int = 2
-    least: int = 4
+    asks: int = 6
+    least: int = 6
     words: int = 80
     tokens: int = 48
     max_model_len: int = 512

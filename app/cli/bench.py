@@ -173,6 +173,8 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Flywheel's gateway beside vLLM's server and Ray's: speed, waiting, CPU, and what a million tokens costs."""
+    from dataclasses import replace
+
     from app.bench import prices as known
     from app.bench.serve import RIVALS, Size, run
 
@@ -181,7 +183,8 @@ def serve(
     if compare_settings:
         if against or prices:
             raise ConfigError("--compare-settings takes neither --against nor --prices: it knows no rivals.")
-        _compare_settings(size, base, as_json=as_json)
+        # Its many variants have a third of the requests each.
+        _compare_settings(size if short else replace(size, asks=2), base, as_json=as_json)
         return
     priced = known.read(prices)
     with Display(notes) as display, display.stage("bench"):
