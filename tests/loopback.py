@@ -13,10 +13,11 @@ import uvicorn
 
 from actors.registry.apikeys import ApiKey, Role, Secret
 from actors.registry.snapshot import Route, Snapshot
+from deployments.embedding.hashing import HashEmbedder
 from deployments.gateway.admission import Admission
 from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
+from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served
 from deployments.snapshot import SnapshotFeed
@@ -71,7 +72,7 @@ async def keyed_gateway(config: GatewayConfig) -> AsyncIterator[KeyedGateway]:
     await feed.start(wait_s=0.5)
     served = Served((Base("smol", max_model_len=128),), "minilm")
     backends = {"smol": Backend(engine, Admission.of(config))}
-    parts = Parts(served, feed, GatewayMetrics(), backends, HashEmbedder())
+    parts = Parts(served, feed, GatewayMetrics(), backends, HashEmbedder(dimension=8, max_tokens=32))
     async with on_loopback(create_app(parts, config)) as url, openai.DefaultAsyncHttpxClient(verify=False) as http:
         yield KeyedGateway(url, engine, registry, feed, http)
     await feed.stop()

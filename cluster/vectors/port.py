@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -39,7 +39,7 @@ class Fingerprint:
     dimension: int
     normalized: bool
     prompt: str = ""
-    """Text that stands before every input; empty for most models."""
+    """Text that stands before every document; empty for most models. Not that of queries: it makes no row."""
 
     @property
     def id(self) -> str:
@@ -149,15 +149,19 @@ def require_collection_name(name: str) -> str:
 
 def require_same(existing: CollectionSpec, wanted: CollectionSpec) -> None:
     """`RequestError` 409 if a collection's rows were made by another model than `wanted` says."""
-    if existing != wanted:
-        raise RequestError(
-            f"Collection {existing.name!r} holds vectors of {existing.fingerprint}; "
-            f"this embedder is {wanted.fingerprint}. They cannot be compared.",
-            status=409,
-            param="collection",
-            code="fingerprint_mismatch",
-            hint="Serve the model that made it, or index the documents again into a new collection.",
-        )
+    if existing == wanted:
+        return
+    was = existing.fingerprint
+    only_prompt = replace(was, prompt=wanted.fingerprint.prompt) == wanted.fingerprint
+    back = f"Set serve.embedding.prompts.document to {was.prompt!r}" if only_prompt else "Serve the model that made it"
+    raise RequestError(
+        f"Collection {existing.name!r} holds vectors of {was}; "
+        f"this embedder is {wanted.fingerprint}. They cannot be compared.",
+        status=409,
+        param="collection",
+        code="fingerprint_mismatch",
+        hint=f"{back}, or index the documents again into a new collection.",
+    )
 
 
 def unknown_collection(name: str, known: Sequence[str]) -> RequestError:

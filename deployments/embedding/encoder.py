@@ -16,13 +16,17 @@ from transformers.utils import logging as transformers_logging
 
 from cluster.errors import ConfigError
 from cluster.vectors.port import Vectors
+from deployments.embedding import matryoshka, prompts
+from deployments.embedding.config import PromptsConfig
+from deployments.embedding.prompts import Prompts
 
 
 class Encoder:
     """One embedding model on `device`.
 
-    `max_tokens` shortens the model's own limit; it cannot lengthen it. Raises `ConfigError` for a folder
-    that holds no text embedder, or for a limit that the model does not have.
+    `max_tokens` shortens the model's own limit; it cannot lengthen it. `wanted_prompts` replace the model's, and
+    `wanted_dimensions` what it says of shorter vectors. Raises `ConfigError` for a folder that holds no text embedder,
+    or for a limit that the model does not have.
     """
 
     def __init__(
@@ -31,6 +35,8 @@ class Encoder:
         *,
         dtype: Literal["bfloat16", "float32"],
         max_tokens: int | None = None,
+        wanted_prompts: PromptsConfig | None = None,
+        wanted_dimensions: Sequence[int] | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         # A replica's log is no place for a progress bar.
@@ -51,22 +57,25 @@ class Encoder:
         self.max_tokens = _limit(path, max_tokens, self._model.max_seq_length)
         self.dimension = int(self._model.get_embedding_dimension())
         self.normalized = any(isinstance(module, Normalize) for module in self._model)
-        self.prompt = str(self._model.prompts.get(self._model.default_prompt_name) or "")
-        if self.prompt and any(isinstance(one, Pooling) and not one.include_prompt for one in self._model):
+        self.dimensions = matryoshka.offered(self.dimension, matryoshka.said_by(path), wanted_dimensions)
+        self.prompts: Prompts = prompts.chosen(
+            self._model.prompts, self._model.default_prompt_name, wanted_prompts or PromptsConfig()
+        )
+        if any(self.prompts.all) and any(isinstance(one, Pooling) and not one.include_prompt for one in self._model):
             raise ConfigError(
-                f"{path} leaves its prompt out of the pooling, which is not supported.",
+                f"{path} leaves its prompts out of the pooling, which is not supported.",
                 hint="Set include_prompt in its pooling config, or use another model.",
             )
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text with the model's prompt and special tokens, whole, however long."""
+    def tokenize(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
+        """Token ids of each text after `prompt`, with special tokens, whole, however long."""
         # verbose: it would warn of texts that are too long; what to do with them is the caller's decision.
-        read = self._tokenizer([self.prompt + text for text in texts], verbose=False)
+        read = self._tokenizer([prompt + text for text in texts], verbose=False)
         return [list(ids) for ids in read["input_ids"]]
 
-    def shorten(self, text: str) -> list[int]:
-        """Token ids of the beginning of `text`, as many as the model reads, special tokens included."""
-        read = self._tokenizer(self.prompt + text, truncation=True, max_length=self.max_tokens)
+    def shorten(self, text: str, prompt: str = "") -> list[int]:
+        """Token ids of the beginning of `text` after `prompt`, as many as the model reads, special tokens included."""
+        read = self._tokenizer(prompt + text, truncation=True, max_length=self.max_tokens)
         return list(read["input_ids"])
 
     @property

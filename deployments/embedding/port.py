@@ -1,10 +1,12 @@
 """What an embedder answers, for those who call one. No torch, no Ray: search and gateway import this."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from cluster.vectors.port import Fingerprint, Vectors
 
+InputType = Literal["query", "document"]
+"""What an input is for: to be compared with documents, or to be found. The model's prompts depend on it."""
 Inputs = list[str] | list[list[int]]
 """Texts, or texts that the caller has already turned into token ids of this model's tokenizer."""
 
@@ -30,19 +32,33 @@ class EmbedderInfo:
     dimension: int
     max_tokens: int
     fingerprint: Fingerprint
+    """Of vectors of documents and of queries to them, at full length."""
+    dimensions: tuple[int, ...] = ()
+    """To which vectors may be cut; the first is `dimension`."""
 
 
 class Embedder(Protocol):
     """One embedding model."""
 
-    async def embed(self, texts: Inputs, *, truncate: bool = False) -> Embedded:
-        """The vectors of `texts`.
+    async def embed(
+        self,
+        texts: Inputs,
+        *,
+        input_type: InputType | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> Embedded:
+        """The vectors of `texts`, cut to `dimensions` and normalised again if these are fewer than the model's.
 
-        Raises `RequestError` 400 for no input, and for an input that is too long unless `truncate` allows
-        to read only its beginning; `CapacityError` when too many texts wait.
+        Raises `RequestError` 400 for no input, for dimensions that are not offered, and for an input that is too
+        long unless `truncate` allows to read only its beginning; `CapacityError` when too much waits.
         """
         ...
 
     async def info(self) -> EmbedderInfo:
         """The facts that a collection is bound to."""
+        ...
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts for health and for people, as plain data."""
         ...

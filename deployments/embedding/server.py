@@ -6,7 +6,7 @@ It knows no HTTP and no collection.
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ray import serve
@@ -17,8 +17,9 @@ from cluster.errors import ConfigError, RequestError
 from cluster.signing import Verifier
 from cluster.storage import Home
 from cluster.vectors.port import Fingerprint
+from deployments.embedding import matryoshka
 from deployments.embedding.config import EmbeddingConfig
-from deployments.embedding.port import Embedded, EmbedderInfo, Inputs
+from deployments.embedding.port import Embedded, EmbedderInfo, Inputs, InputType
 from deployments.embedding.queue import EmbeddingQueue
 
 NAME = "embedding"
@@ -75,20 +76,24 @@ class EmbeddingServer:
             model.path,
             dtype=config.dtype,
             max_tokens=config.max_tokens,
+            wanted_prompts=config.prompts,
+            wanted_dimensions=config.dimensions,
             device="cuda" if config.gpus else "cpu",
+        )
+        fingerprint = Fingerprint(
+            model=model.name,
+            digest=model.digest,
+            dimension=self._encoder.dimension,
+            normalized=self._encoder.normalized,
+            prompt=self._encoder.prompts.document,
         )
         self._info = EmbedderInfo(
             name=model.name,
             digest=model.digest,
             dimension=self._encoder.dimension,
             max_tokens=self._encoder.max_tokens,
-            fingerprint=Fingerprint(
-                model=model.name,
-                digest=model.digest,
-                dimension=self._encoder.dimension,
-                normalized=self._encoder.normalized,
-                prompt=self._encoder.prompt,
-            ),
+            fingerprint=fingerprint,
+            dimensions=self._encoder.dimensions,
         )
         self._max_inputs = config.max_queued
         self._queue = EmbeddingQueue(
@@ -100,18 +105,28 @@ class EmbeddingServer:
         # One thread: a fast tokenizer keeps its truncation setting in itself and may not be used by two.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
-    async def embed(self, texts: Inputs, *, truncate: bool = False) -> Embedded:
-        """The vectors of `texts`, which are strings or lists of token ids (special tokens included).
+    async def embed(
+        self,
+        texts: Inputs,
+        *,
+        input_type: InputType | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> Embedded:
+        """The vectors of `texts`, which are strings or lists of token ids (special tokens and prompt included).
 
         Raises `RequestError` 400 if there are none, if one is too long (`context_length_exceeded`, naming
-        which) and `truncate` does not allow to read only its beginning, or if token ids are not the model's;
-        `CapacityError` 503 if too many texts wait already.
+        which) and `truncate` does not allow to read only its beginning, if token ids are not the model's, or if
+        `dimensions` are none of those that it offers; `CapacityError` 503 if too many texts wait already.
         """
         self._require_inputs(texts)
-        reading = asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts, truncate)
+        matryoshka.require(dimensions, self._info.dimensions, self._info.name)
+        prompt = self._prompt(texts, input_type)
+        reading = asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts, prompt, truncate)
         token_ids = await reading
         vectors = await asyncio.wrap_future(self._queue.submit(token_ids))
-        return Embedded(vectors, [len(ids) for ids in token_ids], self._info.fingerprint)
+        tokens = [len(ids) for ids in token_ids]
+        return Embedded(matryoshka.cut(vectors, dimensions), tokens, self._fingerprint(prompt, input_type, dimensions))
 
     async def info(self) -> EmbedderInfo:
         """Name, digest, dimension, longest input and fingerprint of the model."""
@@ -123,6 +138,7 @@ class EmbeddingServer:
             "model": self._info.name,
             "digest": self._info.digest,
             "dimensions": self._info.dimension,
+            "dimensions_offered": list(self._info.dimensions),
             "max_tokens": self._info.max_tokens,
             "fingerprint": {"id": self._info.fingerprint.id, **asdict(self._info.fingerprint)},
             "waiting": self._queue.waiting,
@@ -148,11 +164,37 @@ class EmbeddingServer:
                 hint="Send them in several calls.",
             )
 
-    def _read(self, texts: Inputs, truncate: bool) -> list[list[int]]:
+    def _prompt(self, texts: Inputs, input_type: InputType | None) -> str:
+        """What stands before `texts`; nothing before token ids, which are taken as they are."""
+        prompt = self._encoder.prompts.before(input_type)
+        if isinstance(texts[0], str):
+            return prompt
+        if prompt and input_type is not None:
+            raise RequestError(
+                f"{self._info.name} has a prompt for each {input_type}, which cannot be put before token ids.",
+                param="input_type",
+                code="invalid_value",
+                hint="Give strings; or put the prompt's tokens in yourself, and leave `input_type` out.",
+            )
+        return ""
+
+    def _fingerprint(self, prompt: str, input_type: InputType | None, dimensions: int | None) -> Fingerprint:
+        """Of vectors that were made in this way: which others they may be compared with.
+
+        A query is compared with documents, so its fingerprint is theirs.
+        """
+        own = self._info.fingerprint
+        if input_type is None:
+            own = replace(own, prompt=prompt)
+        if dimensions is None or dimensions == own.dimension:
+            return own
+        return replace(own, dimension=dimensions, normalized=True)
+
+    def _read(self, texts: Inputs, prompt: str, truncate: bool) -> list[list[int]]:
         """Token ids of each input, none longer than the model reads."""
         strings = [text for text in texts if isinstance(text, str)]
         if len(strings) == len(texts):
-            read = self._encoder.tokenize(strings)
+            read = self._encoder.tokenize(strings, prompt)
         else:
             read = [self._known_ids(index, ids) for index, ids in enumerate(texts)]
         limit = self._info.max_tokens
@@ -167,7 +209,7 @@ class EmbeddingServer:
                     hint="Split the text, or allow it to be truncated.",
                 )
             text = texts[index]
-            read[index] = self._encoder.shorten(text) if isinstance(text, str) else ids[:limit]
+            read[index] = self._encoder.shorten(text, prompt) if isinstance(text, str) else ids[:limit]
         return read
 
     def _known_ids(self, index: int, ids: Any) -> list[int]:

@@ -20,18 +20,19 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import FlywheelError, RequestError
-from deployments.embedding.port import Inputs
+from deployments.embedding.port import Embedded, Embedder, Inputs, InputType
 from deployments.gateway import metrics as gateway_metrics
 from deployments.gateway import models, schemas
 from deployments.gateway.access import Access
 from deployments.gateway.admission import Admission, Turn
+from deployments.gateway.aside import Aside
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.errors import fell_silent, out_of_time, problem
 from deployments.gateway.keys import Caller
-from deployments.gateway.limits import Limiter, Reservation, require_choices
+from deployments.gateway.limits import Limiter, Reservation, estimate, require_choices
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served, Target
-from deployments.gateway.ports import Collections, Embedder, Engine, Vectors
+from deployments.gateway.ports import Collections, Engine
 from deployments.gateway.scope import VERSION_HEADER, RequestScope, Trace, read_body, trace_of
 from deployments.gateway.session import session_of
 from deployments.gateway.stream import StreamAssembler, stamped
@@ -76,8 +77,9 @@ def create_app(parts: Parts, config: GatewayConfig, *, send_id: bool = True) -> 
     access = Access(parts.feed, parts.limiter, required=config.require_keys)
     _add_models(app, parts, access)
     _add_generation(app, parts, config, access)
-    _add_embeddings(app, parts, config, access)
-    _add_collections(app, parts, config, access)
+    aside = Aside()
+    _add_embeddings(app, parts, config, access, aside)
+    _add_collections(app, parts, config, access, aside)
     _add_operations(app, parts, access)
     return app
 
@@ -314,21 +316,27 @@ async def _close(answers: AsyncIterator[Answer]) -> None:
         await close()
 
 
-def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: Access) -> None:
+def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: Access, aside: Aside) -> None:
     async def embedded(
-        request: Request, caller: Caller, name: str, raw: dict[str, Any], texts: Inputs, dimensions: int | None = None
-    ) -> tuple[str, Vectors]:
+        request: Request,
+        caller: Caller,
+        name: str,
+        estimated: int,
+        texts: Inputs,
+        *,
+        input_type: InputType | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> tuple[str, Embedded]:
         """The model that `name` is, and its vectors of `texts`; counted and charged."""
         model = models.embedder(parts.served, name)
         if parts.embedder is None:
             raise RequestError("This application serves no embedding model.", status=404, code="model_not_found")
         trace = trace_of(request)
         trace.model = trace.version = model
-        reservation = access.reserve(request, caller, raw)
+        reservation = access.reserve_tokens(request, caller, estimated)
         async with asyncio.timeout(config.request_timeout_s):
-            if dimensions is not None:
-                await _require_dimensions(parts.embedder, dimensions)
-            made = await parts.embedder.embed(texts)
+            made = await parts.embedder.embed(texts, input_type=input_type, dimensions=dimensions, truncate=truncate)
         count = sum(made.tokens)
         parts.metrics.tokens(model=model, version=model, prompt=count, completion=0)
         trace.prompt_tokens = count
@@ -338,26 +346,43 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: A
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         caller = access.admit(request, "infer")
-        body, raw = schemas.parse(schemas.EmbeddingsBody, await read_body(request, config.max_request_bytes))
+        content = await read_body(request, config.max_request_bytes)
+        body, estimated = await aside.run(len(content), _read, schemas.EmbeddingsBody, content)
         caller.require_model(body.model)
-        model, made = await embedded(request, caller, body.model, raw, body.input, body.dimensions)
-        return JSONResponse(
-            schemas.embeddings_response(model, made.vectors, made.tokens, body.encoding_format),
-            headers={VERSION_HEADER: model},
+        model, made = await embedded(
+            request,
+            caller,
+            body.model,
+            estimated,
+            body.input,
+            input_type=body.input_type,
+            dimensions=body.dimensions,
+            truncate=body.truncate,
         )
+        answer = await aside.run(
+            made.vectors.nbytes, schemas.embeddings_content, model, made.vectors, made.tokens, body.encoding_format
+        )
+        return Response(answer, media_type="application/json", headers={VERSION_HEADER: model})
 
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
         caller = access.admit(request, "infer")
-        body, raw = schemas.parse(schemas.ScoreBody, await read_body(request, config.max_request_bytes))
+        content = await read_body(request, config.max_request_bytes)
+        body, estimated = await aside.run(len(content), _read, schemas.ScoreBody, content)
         caller.require_model(body.model)
-        model, made = await embedded(request, caller, body.model, raw, [*body.queries, *body.documents])
+        model, made = await embedded(request, caller, body.model, estimated, [*body.queries, *body.documents])
         scores = similarity(made.vectors[: len(body.queries)], made.vectors[len(body.queries) :])
         request_id = f"score-{trace_of(request).request_id}"
-        content = schemas.score_response(
+        answer = schemas.score_response(
             model, scores, sum(made.tokens), request_id=request_id, created=int(time.time())
         )
-        return JSONResponse(content, headers={VERSION_HEADER: model})
+        return JSONResponse(answer, headers={VERSION_HEADER: model})
+
+
+def _read(body_class: type[schemas.Body], content: bytes) -> tuple[schemas.Body, int]:
+    """The body, and the tokens that it may need."""
+    body, raw = schemas.parse(body_class, content)
+    return body, estimate(raw)
 
 
 def similarity(queries: NDArray[np.float32], documents: NDArray[np.float32]) -> list[float]:
@@ -367,18 +392,13 @@ def similarity(queries: NDArray[np.float32], documents: NDArray[np.float32]) -> 
     return found
 
 
-async def _require_dimensions(embedder: Embedder, asked: int) -> None:
-    has = int((await embedder.describe())["dimensions"])
-    if asked != has:
-        raise RequestError(
-            f"This model's vectors have {has} dimensions and cannot be cut to {asked}.",
-            param="dimensions",
-            code="invalid_value",
-            hint="Leave `dimensions` out.",
-        )
+def _documents(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The documents to keep, and the tokens that they may need."""
+    body, estimated = _read(schemas.DocumentsBody, content)
+    return [document.model_dump(exclude_none=True) for document in body.documents], estimated
 
 
-def _add_collections(app: FastAPI, parts: Parts, config: GatewayConfig, access: Access) -> None:
+def _add_collections(app: FastAPI, parts: Parts, config: GatewayConfig, access: Access, aside: Aside) -> None:
     def collections() -> Collections:
         if parts.collections is None:
             raise RequestError("This application serves no collections.", status=404, code="collection_not_found")
@@ -387,9 +407,9 @@ def _add_collections(app: FastAPI, parts: Parts, config: GatewayConfig, access: 
     @app.post("/v1/collections/{name}/documents")
     async def write(request: Request, name: str) -> Response:
         caller = access.admit(request, "index")
-        body, raw = schemas.parse(schemas.DocumentsBody, await read_body(request, config.max_request_bytes))
-        reservation = access.reserve(request, caller, raw)
-        documents = [document.model_dump(exclude_none=True) for document in body.documents]
+        content = await read_body(request, config.max_request_bytes)
+        documents, estimated = await aside.run(len(content), _documents, content)
+        reservation = access.reserve_tokens(request, caller, estimated)
         async with asyncio.timeout(config.request_timeout_s):
             count = await collections().write(name, documents)
         reservation.keep()  # collections do not say what their embeddings have cost

@@ -11,11 +11,12 @@ from actors.registry.client import RegistryHandle
 from actors.registry.serving import BudgetUse, ServingReport
 from cluster.models import served_name
 from deployments.config import ServeConfig
+from deployments.embedding.handle import HandleEmbedder
 from deployments.gateway.admission import Admission
 from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.budgets import EVERY_S, BudgetFeed
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.handles import CollectionsHandle, EmbedderHandle, EngineHandle
+from deployments.gateway.handles import CollectionsHandle, EngineHandle
 from deployments.gateway.limits import Limiter
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served
@@ -60,7 +61,7 @@ class Gateway:
             feed=feed,
             metrics=GatewayMetrics(),
             backends={name: Backend(engine, admission) for name, (engine, admission) in behind.items()},
-            embedder=EmbedderHandle(embedding) if embedding else None,
+            embedder=HandleEmbedder(embedding) if embedding else None,
             collections=CollectionsHandle(search) if search else None,
             limiter=self._limiter,
         )

@@ -1,20 +1,17 @@
 """Shipped fakes of the ports: an application without weights, for tests and for trying out a client.
 
-They keep the ports' contracts; what they answer is made from the question.
+They keep the ports' contracts; what they answer is made from the question. The embedder without weights is
+`embedding.hashing`.
 """
 
 import asyncio
-import hashlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from actors.registry.snapshot import Snapshot
-from cluster.errors import DependencyError, FlywheelError, RequestError
+from cluster.errors import DependencyError, FlywheelError
 from deployments.llm.protocol import Answer, Generation
 
 
@@ -100,41 +97,6 @@ def _words(generation: Generation) -> list[str]:
         asked = str(generation.body["messages"][-1].get("content", ""))
     speaker = generation.adapter.version if generation.adapter else "base"
     return [f"{speaker}:", *asked.split()]
-
-
-@dataclass(frozen=True)
-class HashVectors:
-    """Vectors [N, D] float32 and the tokens of each text."""
-
-    vectors: NDArray[np.float32]
-    tokens: list[int]
-
-
-@dataclass
-class HashEmbedder:
-    """A unit vector per text, made from its digest: equal texts have equal vectors."""
-
-    dimensions: int = 8
-    max_tokens: int = 32
-
-    async def embed(self, texts: list[str] | list[list[int]]) -> HashVectors:
-        tokens = [len(text.split()) if isinstance(text, str) else len(text) for text in texts]
-        if max(tokens) > self.max_tokens:
-            raise RequestError(
-                f"An input has {max(tokens)} tokens; the most is {self.max_tokens}.",
-                param="input",
-                code="context_length_exceeded",
-            )
-        return HashVectors(np.stack([self._vector(str(text)) for text in texts]), tokens)
-
-    async def describe(self) -> dict[str, Any]:
-        return {"model": "hash", "dimensions": self.dimensions}
-
-    def _vector(self, text: str) -> NDArray[np.float32]:
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        vector = np.random.default_rng(seed).standard_normal(self.dimensions).astype(np.float32)
-        unit: NDArray[np.float32] = vector / np.linalg.norm(vector)
-        return unit
 
 
 @dataclass

@@ -22,7 +22,6 @@ from deployments.calls import RESTART_RETRY_AFTER_S, call, translated
 from deployments.gateway import census
 from deployments.gateway.fleet import Ask
 from deployments.gateway.placement import Dispatcher, Placement, RollCall
-from deployments.gateway.ports import Vectors
 from deployments.llm import wire
 from deployments.llm.protocol import Answer, Generation
 
@@ -136,20 +135,6 @@ def _beginning(body: dict[str, Any]) -> str:
         return str(prompt[:_PREFIX_LENGTH])
     messages = body.get("messages")
     return json.dumps(messages[:_PREFIX_MESSAGES], ensure_ascii=False)[:_PREFIX_LENGTH] if messages else ""
-
-
-class EmbedderHandle:
-    """`ports.Embedder` over the embedding deployment."""
-
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-
-    async def embed(self, texts: list[str] | list[list[int]]) -> Vectors:
-        made: Vectors = await call(self._handle.embed, texts, part="the embedder")
-        return made
-
-    async def describe(self) -> dict[str, Any]:
-        return dict(await call(self._handle.describe, part="the embedder"))
 
 
 class CollectionsHandle:

@@ -1,16 +1,12 @@
 """What the gateway needs from the rest, as protocols. It knows no Ray: `handles.py` fills them with Serve handles.
 
-Every method raises `cluster.errors` only.
+Of an embedder it needs `embedding.port.Embedder`. Every method raises `cluster.errors` only.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cluster.vectors.port import Scalar
-from deployments.embedding.port import Inputs
 from deployments.llm.protocol import Answer, Generation
 
 
@@ -23,32 +19,6 @@ class Engine(Protocol):
 
     async def describe(self) -> dict[str, Any]:
         """Facts for health. `status`: `ok`, `degraded` or `unavailable`; left out, it is `ok`."""
-        ...
-
-
-class Vectors(Protocol):
-    """The result of one embedding call."""
-
-    @property
-    def vectors(self) -> NDArray[np.float32]:
-        """[N, D], in the order of the inputs."""
-        ...
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """Tokens of each input."""
-        ...
-
-
-class Embedder(Protocol):
-    """One embedding model."""
-
-    async def embed(self, texts: Inputs) -> Vectors:
-        """Vectors of texts, or of texts that are token ids already."""
-        ...
-
-    async def describe(self) -> dict[str, Any]:
-        """Facts for health; `dimensions` is D."""
         ...
 
 

@@ -15,11 +15,11 @@ from cluster import environment
 from cluster.storage import Home
 from cluster.vectors import VectorStore, open_store
 from cluster.vectors.port import Scalar, require_same
+from deployments.embedding.handle import HandleEmbedder
 from deployments.embedding.port import Embedder
 from deployments.search import collections
 from deployments.search.collections import Document, Hit
 from deployments.search.config import SearchConfig
-from deployments.search.embedder import HandleEmbedder
 from deployments.search.writer import Writer
 
 NAME = "search"
@@ -97,7 +97,7 @@ class SearchServer:
         that is empty or too long.
         """
         existing = await asyncio.to_thread(self._store.describe, collection)
-        embedded = await self._embedder.embed(queries)
+        embedded = await self._embedder.embed(queries, input_type="query")
         require_same(existing, collections.spec(collection, embedded.fingerprint))
         found = await asyncio.to_thread(self._store.search, collection, embedded.vectors, k, where=filter)
         return [collections.hits(matches) for matches in found]

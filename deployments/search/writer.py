@@ -29,7 +29,7 @@ class Writer:
         await self._require_same_model(collection)
         texts = [document.text for document in documents]
         try:
-            embedded = await self._embedder.embed(texts, truncate=truncate)
+            embedded = await self._embedder.embed(texts, input_type="document", truncate=truncate)
         except RequestError as error:
             if error.param and error.param.startswith("input["):
                 # The client sent documents; "input" is the embedder's word for them.

@@ -2,13 +2,14 @@
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from cluster.errors import DependencyError, RequestError
 from cluster.vectors import CollectionSpec, Fingerprint, MilvusVectors, Record
-from cluster.vectors.port import batches, record_bytes
+from cluster.vectors.port import batches, record_bytes, require_same
 
 MODEL = Fingerprint("tiny", "a" * 64, 4, normalized=True)
 
@@ -46,6 +47,26 @@ def test_a_spec_survives_json_and_a_fingerprint_sees_every_fact() -> None:
         Fingerprint("tiny", MODEL.digest, 4, normalized=True, prompt="query: "),
     ]
     assert len({MODEL.id, *(other.id for other in others)}) == 6
+
+
+def test_a_fingerprint_is_what_it_has_always_been() -> None:
+    # Another value, or a fact more, and every collection that exists is refused.
+    assert MODEL.id == "3e5ef52a3e56"
+    assert set(json.loads(CollectionSpec("functions", MODEL).to_json())["fingerprint"]) == {
+        "model",
+        "digest",
+        "dimension",
+        "normalized",
+        "prompt",
+    }
+
+
+def test_another_prompt_alone_can_be_set_back() -> None:
+    made_with = CollectionSpec("functions", MODEL)
+    wanted = CollectionSpec("functions", replace(MODEL, prompt="passage: "))
+    with pytest.raises(RequestError, match="cannot be compared") as caught:
+        require_same(made_with, wanted)
+    assert "serve.embedding.prompts.document to ''" in (caught.value.hint or "")
 
 
 def test_a_collection_without_dimensions_is_refused() -> None:

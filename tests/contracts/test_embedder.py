@@ -10,7 +10,7 @@ from cluster.errors import RequestError
 from cluster.storage import Home
 from deployments.embedding.config import EmbeddingConfig
 from deployments.embedding.hashing import HashEmbedder
-from deployments.embedding.port import Embedder
+from deployments.embedding.port import Embedder, InputType
 from deployments.embedding.server import EmbeddingServer
 
 MAX_TOKENS = 32
@@ -18,7 +18,7 @@ MAX_TOKENS = 32
 
 @pytest.fixture(scope="module")
 def minilm(home: Home) -> Iterator[EmbeddingServer]:
-    server = EmbeddingServer(EmbeddingConfig(model="all-minilm-l6-v2", max_tokens=MAX_TOKENS), home)
+    server = EmbeddingServer(EmbeddingConfig(model="all-minilm-l6-v2", max_tokens=MAX_TOKENS, dimensions=(64,)), home)
     yield server
     server.close()
 
@@ -26,7 +26,7 @@ def minilm(home: Home) -> Iterator[EmbeddingServer]:
 @pytest.fixture(params=["hashing", pytest.param("minilm", marks=pytest.mark.integration)])
 def embedder(request: pytest.FixtureRequest) -> Embedder:
     if request.param == "hashing":
-        return HashEmbedder(max_tokens=MAX_TOKENS)
+        return HashEmbedder(max_tokens=MAX_TOKENS, shorter=[16])
     server: EmbeddingServer = request.getfixturevalue("minilm")
     return server
 
@@ -82,3 +82,31 @@ async def test_token_ids_are_taken_as_they_are(embedder: Embedder) -> None:
 async def test_nothing_is_not_an_input(embedder: Embedder) -> None:
     with pytest.raises(RequestError, match="nothing to embed"):
         await embedder.embed([])
+
+
+async def test_only_the_lengths_that_are_offered_can_be_asked_for(embedder: Embedder) -> None:
+    info, whole = await embedder.info(), await embedder.embed(["read a file", "sort"])
+    for asked in info.dimensions:
+        made = await embedder.embed(["read a file", "sort"], dimensions=asked)
+        head = whole.vectors[:, :asked]
+        assert made.vectors == pytest.approx(head / np.linalg.norm(head, axis=1, keepdims=True), abs=1e-5)
+        assert made.fingerprint.dimension == asked
+        assert (made.fingerprint == info.fingerprint) == (asked == info.dimension)
+    assert info.dimensions[0] == info.dimension
+    with pytest.raises(RequestError) as caught:
+        await embedder.embed(["read"], dimensions=info.dimension - 1)
+    assert caught.value.param == "dimensions"
+
+
+async def test_a_model_without_prompts_reads_queries_as_documents(embedder: Embedder) -> None:
+    plain = await embedder.embed(["read a file"])
+    input_types: tuple[InputType, ...] = ("query", "document")
+    for input_type in input_types:
+        made = await embedder.embed(["read a file"], input_type=input_type)
+        assert made.vectors == pytest.approx(plain.vectors, abs=1e-6)
+        assert made.fingerprint == plain.fingerprint
+
+
+async def test_it_says_what_it_is(embedder: Embedder) -> None:
+    info, facts = await embedder.info(), await embedder.describe()
+    assert (facts["model"], facts["dimensions"]) == (info.name, info.dimension)

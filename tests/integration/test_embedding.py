@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from cluster.storage import Home
 from cluster.vectors.port import Vectors
 from deployments.embedding.config import EmbeddingConfig
 from deployments.embedding.server import EmbeddingServer
+from tests.embedders import some_texts as tiny_texts
+from tests.embedders import write_embedder
 
 pytestmark = pytest.mark.integration
 
@@ -112,6 +115,39 @@ async def test_token_ids_of_another_vocabulary_are_refused(server: EmbeddingServ
 async def test_more_texts_than_may_ever_wait_are_refused(server: EmbeddingServer) -> None:
     with pytest.raises(RequestError, match="4097 inputs in one call; at most 4096"):
         await server.embed(["x"] * 4097)
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a prompt for queries and one for documents, and shorter vectors."""
+    return write_embedder(
+        tmp_path_factory.mktemp("models") / "prompted",
+        prompts={"query": "query : ", "document": "passage : "},
+        default_prompt="document",
+        matryoshka=[8],
+    )
+
+
+async def test_prompts_and_shorter_vectors_are_sentence_transformers_own(prompted: Path, home: Home) -> None:
+    server, reference = EmbeddingServer(EmbeddingConfig(model=str(prompted)), home), SentenceTransformer(str(prompted))
+    texts = tiny_texts(20, longest=30)
+    for kind, encode in (
+        ("query", reference.encode_query),
+        ("document", reference.encode_document),
+        (None, reference.encode),
+    ):
+        made = await server.embed(texts, input_type=kind)  # type: ignore[arg-type]
+        assert cosine_loss(made.vectors, encode(texts)) < 1e-5
+    short = await server.embed(texts, input_type="query", dimensions=8)
+    assert cosine_loss(short.vectors, reference.encode_query(texts, truncate_dim=8)) < 1e-5
+    assert np.linalg.norm(short.vectors, axis=1) == pytest.approx(np.ones(20), abs=1e-5)
+    assert (await server.info()).fingerprint.prompt == "passage : "
+    with pytest.raises(RequestError) as caught:
+        await server.embed([[2, 3]], input_type="query")
+    assert caught.value.param == "input_type"
+    bare = await server.embed([[2, 3]])
+    assert bare.fingerprint.prompt == ""
+    server.close()
 
 
 def test_a_limit_that_the_model_does_not_have_is_refused(home: Home) -> None:

@@ -17,11 +17,12 @@ from pydantic import ValidationError
 from actors.registry.apikeys import ApiKey, Role, Secret
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import CapacityError
+from deployments.embedding.hashing import HashEmbedder
 from deployments.gateway import app as gateway_app
 from deployments.gateway.admission import Admission, Turn
 from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
+from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.limits import Limiter
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served
@@ -73,7 +74,7 @@ async def gate() -> AsyncIterator[Gate]:
         feed,
         GatewayMetrics(),
         {"smol": Backend(engine, Admission.of(GatewayConfig()))},
-        HashEmbedder(),
+        HashEmbedder(dimension=8, max_tokens=32),
         limiter=limiter,
     )
     app = create_app(parts, GatewayConfig(max_request_bytes=4096, request_timeout_s=0.4))

@@ -15,10 +15,13 @@ import pytest
 
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import CapacityError, DependencyError, RequestError
+from deployments.embedding.hashing import HashEmbedder
+from deployments.embedding.prompts import Prompts
 from deployments.gateway.admission import Admission
 from deployments.gateway.app import Backend, Parts, create_app
+from deployments.gateway.aside import SMALL_BYTES
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
+from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served
 from deployments.gateway.usage import Usage
@@ -27,6 +30,10 @@ from deployments.snapshot import SnapshotFeed
 TWO = [Route("triage", n, "adapter", Path("/v"), f"{n:064x}", "smol") for n in (1, 2)]
 LONG_INPUT = b'{"model": "minilm", "input": "' + b"a " * 99 + b'"}'
 CHAT: dict[str, Any] = {"model": "smol", "messages": [{"role": "user", "content": "one two three"}]}
+
+
+def embedder() -> HashEmbedder:
+    return HashEmbedder(dimension=8, max_tokens=32, shorter=[4], prompts=Prompts(query="ask ", document="found "))
 
 
 @dataclass
@@ -59,7 +66,7 @@ async def stand() -> AsyncIterator[Stand]:
     )
     admission = Admission.of(config)
     served, backends = Served((Base("smol"),), "minilm"), {"smol": Backend(engine, admission)}
-    parts = Parts(served, feed, GatewayMetrics(usage), backends, HashEmbedder())
+    parts = Parts(served, feed, GatewayMetrics(usage), backends, embedder())
     app = create_app(parts, config)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
     sdk = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http, max_retries=0)
@@ -188,6 +195,40 @@ async def test_embeddings_are_the_same_numbers_in_both_encodings(stand: Stand) -
     assert len((await stand.sdk.embeddings.create(model="minilm", input="a", dimensions=8)).data[0].embedding) == 8
 
 
+async def test_vectors_are_cut_and_normalised_again(stand: Stand) -> None:
+    made = [await stand.sdk.embeddings.create(model="minilm", input="a b c d", dimensions=asked) for asked in (8, 4)]
+    whole, short = (np.array(one.data[0].embedding) for one in made)
+    np.testing.assert_allclose(short, whole[:4] / np.linalg.norm(whole[:4]), atol=1e-6)
+    with pytest.raises(openai.BadRequestError, match="8, 4") as caught:
+        await stand.sdk.embeddings.create(model="minilm", input="a", dimensions=5)
+    assert (caught.value.param, caught.value.code) == ("dimensions", "invalid_value")
+
+
+async def test_the_models_prompts_stand_before_queries_and_documents(stand: Stand) -> None:
+    texts = {"query": "ask one", "document": "found one", None: "one"}
+    for input_type, whole in texts.items():
+        made = await stand.sdk.embeddings.create(model="minilm", input="one", extra_body={"input_type": input_type})
+        plain = await stand.sdk.embeddings.create(model="minilm", input=whole)
+        assert made.data[0].embedding == plain.data[0].embedding
+        assert made.usage.prompt_tokens == len(whole.split())
+    with pytest.raises(openai.BadRequestError) as caught:
+        await stand.sdk.embeddings.create(model="minilm", input="one", extra_body={"input_type": "passage"})
+    assert caught.value.param == "input_type"
+
+
+async def test_with_leave_to_truncate_a_long_input_is_read_as_far_as_it_goes(stand: Stand) -> None:
+    made = await stand.sdk.embeddings.create(model="minilm", input=["a " * 99, "b"], extra_body={"truncate": True})
+    assert made.usage.prompt_tokens == 33
+
+
+async def test_an_answer_that_is_too_large_for_the_event_loop_is_the_same_json(stand: Stand) -> None:
+    answered = await stand.http.post("/v1/embeddings", json={"model": "minilm", "input": ["x"] * 900})
+    assert len(answered.content) > SMALL_BYTES
+    assert answered.headers["content-type"] == "application/json"
+    assert [row["index"] for row in answered.json()["data"]] == list(range(900))
+    assert len({tuple(row["embedding"]) for row in answered.json()["data"]}) == 1
+
+
 async def test_text_becomes_tokens_and_tokens_text_also_without_a_model(stand: Stand) -> None:
     for named in ({"model": "smol:triage"}, {}):
         made = await stand.http.post("/tokenize", json={**named, "prompt": "abc"})
@@ -203,7 +244,7 @@ async def test_text_becomes_tokens_and_tokens_text_also_without_a_model(stand: S
 async def test_a_score_is_the_cosine_of_what_the_embedder_makes(stand: Stand, names: tuple[str, str]) -> None:
     query, documents = names
     response = await stand.http.post("/v1/score", json={"model": "minilm", query: "a b", documents: ["a b", "c"]})
-    made = await HashEmbedder().embed(["a b", "a b", "c"])
+    made = await embedder().embed(["a b", "a b", "c"])
     scores = [row["score"] for row in response.json()["data"]]
     np.testing.assert_allclose(scores, made.vectors[1:] @ made.vectors[0], atol=1e-6)
     assert scores[0] == pytest.approx(1)

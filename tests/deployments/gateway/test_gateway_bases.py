@@ -11,10 +11,11 @@ import pytest
 
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import CapacityError
+from deployments.embedding.hashing import HashEmbedder
 from deployments.gateway.admission import Admission
 from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
-from deployments.gateway.echo import EchoEngine, HashEmbedder, PushedSnapshots
+from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served
 from deployments.snapshot import SnapshotFeed
@@ -50,7 +51,8 @@ async def two() -> AsyncIterator[Two]:
     engines = {"smol": EchoEngine(), "llama": EchoEngine()}
     backends = {name: Backend(engine, Admission.of(CONFIG)) for name, engine in engines.items()}
     served = Served((Base("smol", max_model_len=128), Base("llama", part="llm-llama", max_model_len=64)), "minilm")
-    app = create_app(Parts(served, feed, GatewayMetrics(), backends, HashEmbedder()), CONFIG)
+    embedder = HashEmbedder(dimension=8, max_tokens=32)
+    app = create_app(Parts(served, feed, GatewayMetrics(), backends, embedder), CONFIG)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
         yield Two(http, engines)
     assert [(one.admission.running, one.admission.waiting) for one in backends.values()] == [(0, 0)] * 2

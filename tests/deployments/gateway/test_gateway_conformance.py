@@ -314,8 +314,8 @@ async def test_an_input_that_cannot_be_embedded_is_400(stand: KeyedGateway, give
     ("asked", "refusal"),
     [
         ({"encoding_format": "int8"}, Refusal(openai.BadRequestError, 400, "invalid_value", "encoding_format")),
-        ({"input": "word " * 99}, Refusal(openai.BadRequestError, 400, "context_length_exceeded", "input")),
-        ({"input": [[7] * 99]}, Refusal(openai.BadRequestError, 400, "context_length_exceeded", "input")),
+        ({"input": "word " * 99}, Refusal(openai.BadRequestError, 400, "context_length_exceeded", "input[0]")),
+        ({"input": [[7] * 99]}, Refusal(openai.BadRequestError, 400, "context_length_exceeded", "input[0]")),
         ({"model": "smol"}, Refusal(openai.BadRequestError, 400, "model_not_supported", "model")),
     ],
 )

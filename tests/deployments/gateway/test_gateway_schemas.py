@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cluster.errors import RequestError
-from deployments.gateway.schemas import ChatBody, CompletionBody, EmbeddingsBody, embeddings_response, encode, parse
+from deployments.gateway.schemas import ChatBody, CompletionBody, EmbeddingsBody, embeddings_content, encode, parse
 
 
 def body(body_class: Any, **fields: Any) -> Any:
@@ -71,8 +71,15 @@ def test_base64_is_little_endian_float32_also_of_a_big_endian_or_strided_vector(
         assert list(struct.unpack("<3f", base64.b64decode(encode(vector)))) == expected
 
 
+@pytest.mark.parametrize("text", ['"\\ud83d"', '"\\ud83d\\ude00 é"', "[1, 30521]"])
+def test_json_is_read_as_ever(text: str) -> None:
+    read, raw = parse(EmbeddingsBody, b'{"model": "m", "input": %s}' % text.encode())
+    assert raw["input"] == json.loads(text)
+    assert read.input == [raw["input"]]
+
+
 def test_vectors_keep_the_order_of_their_inputs() -> None:
     vectors = np.arange(6, dtype=np.float32).reshape(3, 2)
-    response = embeddings_response("m", vectors, [2, 3, 4], "float")
+    response = json.loads(embeddings_content("m", vectors, [2, 3, 4], "float"))
     assert [(one["index"], one["embedding"]) for one in response["data"]] == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
     assert response["usage"] == {"prompt_tokens": 9, "total_tokens": 9}

@@ -8,6 +8,7 @@ from cluster.errors import CapacityError, RequestError
 from cluster.vectors import MemoryVectors
 from deployments.embedding.hashing import HashEmbedder
 from deployments.embedding.port import Embedded, Inputs
+from deployments.embedding.prompts import Prompts
 from deployments.search.collections import Document
 from deployments.search.config import SearchConfig
 from deployments.search.server import SearchServer
@@ -87,6 +88,17 @@ async def test_another_model_may_neither_write_nor_search() -> None:
     assert store.count("functions") == 3
 
 
+async def test_a_prompt_for_queries_finds_what_was_written_without_one() -> None:
+    store = MemoryVectors()
+    await server(store).write("functions", DOCUMENTS)
+    asking = server(store, HashEmbedder(max_tokens=16, prompts=Prompts(query="sort ")))
+    assert (await asking.search("functions", "a list of", 1))[0]["id"] == "sort"
+    answering = server(store, HashEmbedder(max_tokens=16, prompts=Prompts(document="sort ")))
+    with pytest.raises(RequestError) as caught:
+        await answering.search("functions", "a list of")
+    assert caught.value.code == "fingerprint_mismatch"
+
+
 async def test_a_long_document_is_refused_by_name_unless_the_recipe_lets_it_be_cut() -> None:
     long = Document("long", "word " * 17)
     store = MemoryVectors()
@@ -118,7 +130,7 @@ async def test_more_documents_than_allowed_are_refused() -> None:
 class FullEmbedder(HashEmbedder):
     """Answers who it is, and has no room."""
 
-    async def embed(self, texts: Inputs, *, truncate: bool = False) -> Embedded:
+    async def embed(self, texts: Inputs, **_: Any) -> Embedded:  # type: ignore[override]
         raise CapacityError("full", retry_after_s=3)
 
 
