@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from cluster.errors import ConfigError
 from cluster.vectors.port import Vectors
+from deployments.batching.padding import TokenIds, padded
 from deployments.embedding import matryoshka, prompts
 from deployments.embedding.config import PromptsConfig
 from deployments.embedding.prompts import Prompts
@@ -54,6 +55,7 @@ class Encoder:
                 hint="Give a folder with modules.json, or one of the catalog's embedders.",
             ) from None
         self._tokenizer = self._model.tokenizer
+        self._filler = int(self._tokenizer.pad_token_id or 0)
         self.max_tokens = _limit(path, max_tokens, self._model.max_seq_length)
         self.dimension = int(self._model.get_embedding_dimension())
         self.normalized = any(isinstance(module, Normalize) for module in self._model)
@@ -67,16 +69,18 @@ class Encoder:
                 hint="Set include_prompt in its pooling config, or use another model.",
             )
 
-    def tokenize(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Token ids of each text after `prompt`, with special tokens, whole, however long."""
-        # verbose: it would warn of texts that are too long; what to do with them is the caller's decision.
-        read = self._tokenizer([prompt + text for text in texts], verbose=False)
-        return [list(ids) for ids in read["input_ids"]]
-
-    def shorten(self, text: str, prompt: str = "") -> list[int]:
-        """Token ids of the beginning of `text` after `prompt`, as many as the model reads, special tokens included."""
-        read = self._tokenizer(prompt + text, truncation=True, max_length=self.max_tokens)
-        return list(read["input_ids"])
+    def tokenize(self, texts: Sequence[str], *, truncate: bool = False) -> list[TokenIds]:
+        """Token ids of each text with special tokens: whole, however long, or no more than the model reads."""
+        read = self._tokenizer(
+            list(texts),
+            truncation=truncate,
+            max_length=self.max_tokens if truncate else None,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            # It would warn of texts that are too long; what to do with them is the caller's decision.
+            verbose=False,
+        )
+        return [np.asarray(ids, dtype=np.int32) for ids in read["input_ids"]]
 
     @property
     def vocabulary_size(self) -> int:
@@ -84,11 +88,12 @@ class Encoder:
         return int(self._model[0].model.config.vocab_size)
 
     @torch.inference_mode()
-    def encode(self, token_ids: Sequence[Sequence[int]]) -> Vectors:
+    def encode(self, token_ids: Sequence[TokenIds]) -> Vectors:
         """Vectors [N, D] float32 of N token id lists, in one forward pass padded to the longest."""
-        padded = self._tokenizer.pad({"input_ids": [list(ids) for ids in token_ids]}, return_tensors="pt")
+        ids, mask = padded(token_ids, filler=self._filler, side=self._tokenizer.padding_side)
         features = {
-            name: padded[name].to(self._model.device) for name in ("input_ids", "attention_mask") if name in padded
+            "input_ids": torch.from_numpy(ids).to(self._model.device),
+            "attention_mask": torch.from_numpy(mask).to(self._model.device),
         }
         transformer, *rest = self._model
         features = transformer(features)

@@ -51,7 +51,7 @@ class Embedder(Protocol):
         """The vectors of `texts`, cut to `dimensions` and normalised again if these are fewer than the model's.
 
         Raises `RequestError` 400 for no input, for dimensions that are not offered, and for an input that is too
-        long unless `truncate` allows to read only its beginning; `CapacityError` when too much waits.
+        long unless `truncate` allows to read only its beginning; `RateLimitError` 429 when too much waits.
         """
         ...
 

@@ -1,53 +1,36 @@
 """The embedding deployment: texts in, vectors out, many callers sharing each pass through the model.
 
-It reads and checks inputs, and waits; the model is in `encoder`, the batches in `queue` and `batching`.
+It reads and checks inputs, and waits; the model is in `encoder`, the batches in `deployments.batching`.
 It knows no HTTP and no collection.
 """
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
-from ray import serve
+import numpy as np
 from ray.serve import Application
 
-from cluster import environment, models
+from cluster import models
 from cluster.errors import ConfigError, RequestError
 from cluster.signing import Verifier
 from cluster.storage import Home
 from cluster.vectors.port import Fingerprint
+from deployments.batching import replicas
+from deployments.batching.batcher import Batcher
+from deployments.batching.padding import TokenIds
+from deployments.batching.reading import beginning, size_bytes
 from deployments.embedding import matryoshka
 from deployments.embedding.config import EmbeddingConfig
 from deployments.embedding.port import Embedded, EmbedderInfo, Inputs, InputType
-from deployments.embedding.queue import EmbeddingQueue
 
 NAME = "embedding"
-ONGOING_REQUESTS = 256
-"""Calls that one replica has in hand. The bound that matters is `max_queued`, in texts."""
-HEALTH_PERIOD_S = 5
-START_TRIES = 2
 
 
-def build(config: EmbeddingConfig) -> Application:
-    """The deployment of one embedding model."""
-    return (
-        serve.deployment(EmbeddingServer)
-        .options(
-            name=NAME,
-            num_replicas=config.replicas,
-            max_ongoing_requests=ONGOING_REQUESTS,
-            max_surge_percent=100,  # an update leaves no gap
-            health_check_period_s=HEALTH_PERIOD_S,
-            max_constructor_retry_count=START_TRIES,
-            ray_actor_options={
-                "num_cpus": config.threads,
-                "num_gpus": config.gpus,
-                "runtime_env": {"env_vars": environment.for_workers()},
-            },
-        )
-        .bind(config)
-    )
+def build(config: EmbeddingConfig, *, name: str = NAME) -> Application:
+    """The deployment `name` of one embedding model."""
+    return replicas.deployment(EmbeddingServer, config, name=name)
 
 
 class EmbeddingServer:
@@ -95,15 +78,7 @@ class EmbeddingServer:
             fingerprint=fingerprint,
             dimensions=self._encoder.dimensions,
         )
-        self._max_inputs = config.max_queued
-        self._queue = EmbeddingQueue(
-            self._encoder.encode,
-            batch_tokens=config.batch_tokens,
-            batch_wait_s=config.batch_wait_s,
-            max_queued=config.max_queued,
-        )
-        # One thread: a fast tokenizer keeps its truncation setting in itself and may not be used by two.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._batcher = Batcher(config, self._encoder.encode, part="the embedder", section="serve.embedding")
 
     async def embed(
         self,
@@ -117,15 +92,18 @@ class EmbeddingServer:
 
         Raises `RequestError` 400 if there are none, if one is too long (`context_length_exceeded`, naming
         which) and `truncate` does not allow to read only its beginning, if token ids are not the model's, or if
-        `dimensions` are none of those that it offers; `CapacityError` 503 if too many texts wait already.
+        `dimensions` are none of those that it offers; `RateLimitError` 429 if too much waits already.
         """
-        self._require_inputs(texts)
+        if not texts:
+            raise RequestError("There is nothing to embed: the input is empty.", param="input")
         matryoshka.require(dimensions, self._info.dimensions, self._info.name)
         prompt = self._prompt(texts, input_type)
-        reading = asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts, prompt, truncate)
-        token_ids = await reading
-        vectors = await asyncio.wrap_future(self._queue.submit(token_ids))
-        tokens = [len(ids) for ids in token_ids]
+        vectors, tokens = await self._batcher.run(
+            texts,
+            [size_bytes(text) if isinstance(text, str | list) else 0 for text in texts],
+            partial(self._read, kind=type(texts[0]), prompt=prompt, truncate=truncate),
+            param="input",
+        )
         return Embedded(matryoshka.cut(vectors, dimensions), tokens, self._fingerprint(prompt, input_type, dimensions))
 
     async def info(self) -> EmbedderInfo:
@@ -141,28 +119,16 @@ class EmbeddingServer:
             "dimensions_offered": list(self._info.dimensions),
             "max_tokens": self._info.max_tokens,
             "fingerprint": {"id": self._info.fingerprint.id, **asdict(self._info.fingerprint)},
-            "waiting": self._queue.waiting,
+            "waiting": self._batcher.waiting,
         }
 
     async def check_health(self) -> None:
         """Called by Serve: a replica whose queue does not move is replaced."""
-        if not self._queue.alive:
-            raise RuntimeError("the embedding thread has ended")
+        self._batcher.require_alive()
 
     def close(self) -> None:
         """Stop the threads."""
-        self._queue.close()
-        self._reader.shutdown()
-
-    def _require_inputs(self, texts: Inputs) -> None:
-        if not texts:
-            raise RequestError("There is nothing to embed: the input is empty.", param="input")
-        if len(texts) > self._max_inputs:
-            raise RequestError(
-                f"{len(texts)} inputs in one call; at most {self._max_inputs} are taken.",
-                param="input",
-                hint="Send them in several calls.",
-            )
+        self._batcher.close()
 
     def _prompt(self, texts: Inputs, input_type: InputType | None) -> str:
         """What stands before `texts`; nothing before token ids, which are taken as they are."""
@@ -190,35 +156,50 @@ class EmbeddingServer:
             return own
         return replace(own, dimension=dimensions, normalized=True)
 
-    def _read(self, texts: Inputs, prompt: str, truncate: bool) -> list[list[int]]:
-        """Token ids of each input, none longer than the model reads."""
-        strings = [text for text in texts if isinstance(text, str)]
-        if len(strings) == len(texts):
-            read = self._encoder.tokenize(strings, prompt)
-        else:
-            read = [self._known_ids(index, ids) for index, ids in enumerate(texts)]
-        limit = self._info.max_tokens
-        for index, ids in enumerate(read):
-            if len(ids) <= limit:
-                continue
-            if not truncate:
-                raise RequestError(
-                    f"Input {index} has {len(ids)} tokens; {self._info.name} reads at most {limit}.",
-                    param=f"input[{index}]",
-                    code="context_length_exceeded",
-                    hint="Split the text, or allow it to be truncated.",
-                )
-            text = texts[index]
-            read[index] = self._encoder.shorten(text, prompt) if isinstance(text, str) else ids[:limit]
+    def _read(
+        self, start: int, inputs: Sequence[str | list[int]], *, kind: type, prompt: str, truncate: bool
+    ) -> list[TokenIds]:
+        """Token ids of each input, none longer than the model reads. All of a call are of one `kind`."""
+        if kind is not str:
+            return [self._known_ids(start + place, ids, truncate) for place, ids in enumerate(inputs)]
+        strings = [self._string(start + place, text) for place, text in enumerate(inputs)]
+        begun = [beginning(prompt + text, self._info.max_tokens, self._count) for text in strings]
+        read = self._encoder.tokenize(begun, truncate=truncate)
+        for place, ids in enumerate(read):
+            if len(ids) > self._info.max_tokens:
+                whole = len(begun[place]) == len(prompt) + len(strings[place])
+                raise self._too_long(start + place, f"{len(ids)}" if whole else f"more than {len(ids)}")
         return read
 
-    def _known_ids(self, index: int, ids: Any) -> list[int]:
+    def _count(self, text: str) -> int:
+        return len(self._encoder.tokenize([text])[0])
+
+    def _string(self, index: int, text: Any) -> str:
+        if not isinstance(text, str):
+            raise self._no_input(index)
+        # Half a surrogate pair, which JSON can say, is no text for a tokenizer.
+        return text.encode("utf-8", "replace").decode() if not text.isascii() else text
+
+    def _known_ids(self, index: int, ids: Any, truncate: bool) -> TokenIds:
         size = self._encoder.vocabulary_size
         if isinstance(ids, str) or not ids or not all(isinstance(one, int) and 0 <= one < size for one in ids):
-            raise RequestError(
-                f"Input {index} is not a list of token ids from 0 to {size - 1}.",
-                param=f"input[{index}]",
-                code="invalid_value",
-                hint="Give only strings, or only lists of token ids of this model's tokenizer.",
-            )
-        return list(ids)
+            raise self._no_input(index)
+        if len(ids) > self._info.max_tokens and not truncate:
+            raise self._too_long(index, f"{len(ids)}")
+        return np.asarray(ids[: self._info.max_tokens], dtype=np.int32)
+
+    def _no_input(self, index: int) -> RequestError:
+        return RequestError(
+            f"Input {index} is not a list of token ids from 0 to {self._encoder.vocabulary_size - 1}.",
+            param=f"input[{index}]",
+            code="invalid_value",
+            hint="Give only strings, or only lists of token ids of this model's tokenizer.",
+        )
+
+    def _too_long(self, index: int, tokens: str) -> RequestError:
+        return RequestError(
+            f"Input {index} has {tokens} tokens; {self._info.name} reads at most {self._info.max_tokens}.",
+            param=f"input[{index}]",
+            code="context_length_exceeded",
+            hint="Split the text, or send `truncate: true` to have only its beginning read.",
+        )

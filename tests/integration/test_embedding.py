@@ -2,19 +2,25 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 
 from cluster import models
-from cluster.errors import ConfigError, RequestError
+from cluster.errors import ConfigError, RateLimitError, RequestError
 from cluster.storage import Home
 from cluster.vectors.port import Vectors
 from deployments.embedding.config import EmbeddingConfig
+from deployments.embedding.port import Embedded
 from deployments.embedding.server import EmbeddingServer
+from tests.embedders import WORDS as TINY_WORDS
 from tests.embedders import some_texts as tiny_texts
 from tests.embedders import write_embedder
 
@@ -148,6 +154,79 @@ async def test_prompts_and_shorter_vectors_are_sentence_transformers_own(prompte
     bare = await server.embed([[2, 3]])
     assert bare.fingerprint.prompt == ""
     server.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(prompted: Path, home: Home) -> Iterator[EmbeddingServer]:
+    """Small bounds, so that mixes reach them."""
+    config = EmbeddingConfig(model=str(prompted), batch_tokens=96, batch_wait_s=0.001, max_queued=64)
+    made = EmbeddingServer(config, home)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_reference(prompted: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(prompted), device="cpu")
+
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["query", "document", None]),
+        st.lists(st.lists(st.sampled_from([*TINY_WORDS, "xylophone", "é", ""]), max_size=70), min_size=1, max_size=6),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls=CALLS)
+def test_online_vectors_are_those_of_the_batch_for_any_mix_of_calls(
+    tiny: EmbeddingServer, tiny_reference: SentenceTransformer, calls: list[tuple[Any, list[list[str]]]]
+) -> None:
+    texts = [(kind, [" ".join(words) for words in several]) for kind, several in calls]
+
+    async def all_at_once() -> list[Embedded]:
+        return await asyncio.gather(*(tiny.embed(several, input_type=kind, truncate=True) for kind, several in texts))
+
+    for (kind, several), made in zip(texts, asyncio.run(all_at_once()), strict=True):
+        encode = {"query": tiny_reference.encode_query, "document": tiny_reference.encode_document}.get(
+            kind, tiny_reference.encode
+        )
+        assert cosine_loss(made.vectors, encode(several)) < 1e-5
+
+
+async def test_a_huge_document_is_refused_or_cut_at_once_and_keeps_nobody_waiting(tiny: EmbeddingServer) -> None:
+    huge = "parse the file " * 300_000
+    began = time.monotonic()
+    cut = asyncio.create_task(tiny.embed([huge], truncate=True))
+    small = await tiny.embed(["read"])
+    assert (await cut).tokens == [64]
+    assert small.tokens == [5]  # with its prompt and the special ones
+    with pytest.raises(RequestError, match="Input 1 has more than") as caught:
+        await tiny.embed(["read", huge])
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input[1]")
+    assert time.monotonic() - began < 2
+    whole = await tiny.embed(["parse the file " * 40], truncate=True)
+    assert cosine_loss(whole.vectors, (await cut).vectors) < 1e-5
+
+
+async def test_what_waits_is_bounded_in_texts_and_all_of_it_is_answered_or_told_when_to_ask_again(
+    tiny: EmbeddingServer,
+) -> None:
+    calls = [tiny.embed(["parse the file"] * 30) for _ in range(20)]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, RateLimitError)]
+    assert refused
+    assert all(answer.retry_after_s >= 1 for answer in refused)
+    assert all(isinstance(answer, Embedded | RateLimitError) for answer in answers)
+    assert any(isinstance(answer, Embedded) for answer in answers)
+    assert (await tiny.describe())["waiting"] == {"texts": 0, "tokens": 0, "unread_bytes": 0}
+
+
+async def test_half_a_surrogate_pair_is_read_as_some_character(tiny: EmbeddingServer) -> None:
+    assert (await tiny.embed(["read \ud800 file"])).tokens[0] >= 4
 
 
 def test_a_limit_that_the_model_does_not_have_is_refused(home: Home) -> None:

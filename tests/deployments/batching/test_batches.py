@@ -2,7 +2,7 @@
 
 import random
 
-from deployments.embedding.batching import MIN_FILL, choose, padded_tokens
+from deployments.batching.batches import MIN_FILL, choose, padded_tokens
 
 
 def drain(lengths: list[int], budget: int) -> list[list[int]]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from cluster.errors import CapacityError
+from cluster.errors import CapacityError, RateLimitError
 from cluster.vectors.port import Vectors
-from deployments.embedding.queue import EmbeddingQueue
+from deployments.batching.queue import BatchQueue
 
 
 class Model:
@@ -35,14 +35,14 @@ def model() -> Model:
 
 
 @pytest.fixture
-def queue(model: Model) -> Iterator[EmbeddingQueue]:
-    made = EmbeddingQueue(model, batch_tokens=100, batch_wait_s=0.01, max_queued=10)
+def queue(model: Model) -> Iterator[BatchQueue[list[int]]]:
+    made = BatchQueue(model, batch_tokens=100, batch_wait_s=0.01, max_queued=10, max_tokens=1000)
     yield made
     model.free.set()
     made.close()
 
 
-def test_vectors_come_back_in_the_order_of_the_texts(queue: EmbeddingQueue) -> None:
+def test_vectors_come_back_in_the_order_of_the_texts(queue: BatchQueue[list[int]]) -> None:
     texts = [[1] * 90, [2], [3] * 50, [4, 4]]
     vectors = queue.submit(texts).result(5)
     assert vectors.tolist() == [[90, 90], [2, 1], [150, 50], [8, 2]]
@@ -50,7 +50,7 @@ def test_vectors_come_back_in_the_order_of_the_texts(queue: EmbeddingQueue) -> N
 
 
 def test_callers_that_come_together_share_a_batch(model: Model) -> None:
-    queue = EmbeddingQueue(model, batch_tokens=100, batch_wait_s=0.5, max_queued=10)
+    queue = BatchQueue(model, batch_tokens=100, batch_wait_s=0.5, max_queued=10, max_tokens=1000)
     first, second = queue.submit([[1, 1]]), queue.submit([[2, 2]])
     assert first.result(5).tolist() == [[2, 2]]
     assert second.result(5).tolist() == [[4, 2]]
@@ -59,12 +59,12 @@ def test_callers_that_come_together_share_a_batch(model: Model) -> None:
 
 
 def test_a_full_batch_does_not_wait_for_company(model: Model) -> None:
-    queue = EmbeddingQueue(model, batch_tokens=4, batch_wait_s=60, max_queued=10)
+    queue = BatchQueue(model, batch_tokens=4, batch_wait_s=60, max_queued=10, max_tokens=1000)
     assert queue.submit([[1, 1], [2, 2]]).result(5).tolist() == [[2, 2], [4, 2]]
     queue.close()
 
 
-def test_beyond_the_bound_all_texts_of_a_call_are_refused(queue: EmbeddingQueue, model: Model) -> None:
+def test_beyond_the_bound_all_texts_of_a_call_are_refused(queue: BatchQueue[list[int]], model: Model) -> None:
     model.free.clear()
     held = queue.submit([[1]])
     assert model.entered.wait(5)
@@ -78,8 +78,27 @@ def test_beyond_the_bound_all_texts_of_a_call_are_refused(queue: EmbeddingQueue,
     assert [len(future.result(5)) for future in (held, waiting, last)] == [1, 8, 2]
 
 
+def test_tokens_that_wait_are_bounded_too_and_leave_room_when_their_caller_goes(
+    queue: BatchQueue[list[int]], model: Model
+) -> None:
+    model.free.clear()
+    held = queue.submit([[1]])
+    assert model.entered.wait(5)
+    large = queue.submit([[2] * 300] * 3)
+    with pytest.raises(RateLimitError, match=r"900 tokens wait for the model; 101 more .* limit of 1000"):
+        queue.submit([[3] * 101])
+    queue.require_room(7)
+    with pytest.raises(RateLimitError, match="3 texts wait"):
+        queue.require_room(8)
+    assert queue.waiting_tokens == 900
+    assert large.cancel()
+    model.free.set()
+    held.result(5)
+    assert queue.submit([[1] * 500] * 2).result(5).shape == (2, 2)
+
+
 def test_calls_take_turns_so_that_a_question_does_not_wait_for_a_whole_library(
-    queue: EmbeddingQueue, model: Model
+    queue: BatchQueue[list[int]], model: Model
 ) -> None:
     model.free.clear()
     library = queue.submit([[1] * 60] * 6)
@@ -91,7 +110,7 @@ def test_calls_take_turns_so_that_a_question_does_not_wait_for_a_whole_library(
     assert model.batches[:2] == [[60], [3]]
 
 
-def test_a_long_text_is_not_starved_by_questions_that_keep_coming(queue: EmbeddingQueue, model: Model) -> None:
+def test_a_long_text_is_not_starved_by_questions_that_keep_coming(queue: BatchQueue[list[int]], model: Model) -> None:
     model.free.clear()
     held = queue.submit([[1]])
     assert model.entered.wait(5)
@@ -103,7 +122,7 @@ def test_a_long_text_is_not_starved_by_questions_that_keep_coming(queue: Embeddi
     assert model.batches[1] == [500]
 
 
-def test_a_failing_batch_fails_its_callers_only(queue: EmbeddingQueue) -> None:
+def test_a_failing_batch_fails_its_callers_only(queue: BatchQueue[list[int]]) -> None:
     bad = queue.submit([[13] * 80, [1]])
     with pytest.raises(ValueError, match="unlucky"):
         bad.result(5)
@@ -111,7 +130,7 @@ def test_a_failing_batch_fails_its_callers_only(queue: EmbeddingQueue) -> None:
     assert queue.alive
 
 
-def test_who_leaves_takes_his_waiting_texts_along(queue: EmbeddingQueue, model: Model) -> None:
+def test_who_leaves_takes_his_waiting_texts_along(queue: BatchQueue[list[int]], model: Model) -> None:
     model.free.clear()
     held = queue.submit([[1]])
     assert model.entered.wait(5)
@@ -124,7 +143,7 @@ def test_who_leaves_takes_his_waiting_texts_along(queue: EmbeddingQueue, model: 
 
 
 def test_closing_tells_those_who_wait(model: Model) -> None:
-    queue = EmbeddingQueue(model, batch_tokens=100, batch_wait_s=60, max_queued=10)
+    queue = BatchQueue(model, batch_tokens=100, batch_wait_s=60, max_queued=10, max_tokens=1000)
     waiting = queue.submit([[1]])
     queue.close()
     with pytest.raises(CapacityError, match="stopping"):

@@ -1,24 +1,26 @@
 """The texts that wait for the model, and the one thread that takes them through it.
 
-It knows lengths, futures and time. What a batch holds, `batching` decides; what a token means, `encoder`.
+It knows lengths, futures and time. What a batch holds, `batches` decides; what an item is, who computes it.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from cluster.errors import CapacityError
+from cluster.errors import CapacityError, RateLimitError
 from cluster.vectors.port import Vectors
-from deployments.embedding import batching
+from deployments.batching import batches
 
 logger = logging.getLogger(__name__)
 
-TokenIds = Sequence[int]
+Item = TypeVar("Item", bound=Sized)
+"""One input as the model reads it; its length is in tokens."""
 _RATE_MEMORY = 0.8
 """Share of the old estimate that stays in tokens/s when a batch has been timed."""
 
@@ -33,15 +35,15 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Text:
-    token_ids: TokenIds
+class _Text(Generic[Item]):
+    item: Item
     request: _Request
     row: int
     since: float
 
 
-class EmbeddingQueue:
-    """Bounded queue in front of `encode`, which turns N token id lists into [N, D] float32.
+class BatchQueue(Generic[Item]):
+    """Bounded queue in front of `compute`, which turns N items into [N, D] float32.
 
     A batch starts when it is full or its oldest text has waited `batch_wait_s`. Calls take turns: a short
     question waits for one batch of each call that came before, not for all thousand texts of one of them.
@@ -50,46 +52,49 @@ class EmbeddingQueue:
 
     def __init__(
         self,
-        encode: Callable[[list[TokenIds]], Vectors],
+        compute: Callable[[list[Item]], Vectors],
         *,
         batch_tokens: int,
         batch_wait_s: float,
         max_queued: int,
+        max_tokens: int,
+        part: str = "the model",
+        section: str = "serve",
     ) -> None:
-        self._encode = encode
+        self._compute = compute
         self._batch_tokens = batch_tokens
         self._batch_wait_s = batch_wait_s
         self._max_queued = max_queued
-        self._texts: list[_Text] = []
+        self._max_tokens = max_tokens
+        self._part = part
+        self._section = section
+        self._texts: list[_Text[Item]] = []
         self._turn = 0
         self._tokens_per_s: float | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="embedding", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
 
-    def submit(self, token_ids: Sequence[TokenIds]) -> Future[Vectors]:
-        """The vectors of these N texts, when they are there: [N, D] in the same order.
+    def submit(self, items: Sequence[Item]) -> Future[Vectors]:
+        """The rows of these N items, when they are there: [N, D] in the same order.
 
-        All of them are taken or none: raises `CapacityError` if they would be more than may wait. Cancelling
-        the future takes those that still wait out of the queue.
+        All of them are taken or none: raises `RateLimitError` if they would be more texts or tokens than may wait,
+        `CapacityError` if this queue is being closed. Cancelling the future takes those that still wait out of it.
         """
         now = time.monotonic()
         with self._changed:
-            if self._closed:
-                raise CapacityError("This embedder is stopping.")
-            if len(self._texts) + len(token_ids) > self._max_queued:
-                raise CapacityError(
-                    f"{len(self._texts)} texts wait for the embedder; {len(token_ids)} more would be over its "
-                    f"limit of {self._max_queued}.",
-                    retry_after_s=self._clear_after_s(),
-                    hint="Ask again later, send fewer texts at once, or raise serve.embedding.replicas.",
-                )
+            self._require_room(len(items), sum(map(len, items)))
             # Before the call that is in the model now, after those that have waited since before it.
-            request = _Request(rows=[None] * len(token_ids), left=len(token_ids), turn=self._turn - 1)
-            self._texts += [_Text(ids, request, row, now) for row, ids in enumerate(token_ids)]
+            request = _Request(rows=[None] * len(items), left=len(items), turn=self._turn - 1)
+            self._texts += [_Text(item, request, row, now) for row, item in enumerate(items)]
             self._changed.notify()
         return request.future
+
+    def require_room(self, texts: int) -> None:
+        """Raises as `submit` would for so many texts without a token."""
+        with self._changed:
+            self._require_room(texts, 0)
 
     def close(self) -> None:
         """Stop the thread after its present batch; texts that still wait get `CapacityError`."""
@@ -104,6 +109,11 @@ class EmbeddingQueue:
         return len(self._texts)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens of these."""
+        return self._tokens()
+
+    @property
     def alive(self) -> bool:
         """Whether texts still move."""
         return self._thread.is_alive()
@@ -111,20 +121,20 @@ class EmbeddingQueue:
     def _run(self) -> None:
         while (batch := self._next()) is not None:
             began = time.monotonic()
-            lengths = [len(text.token_ids) for text in batch]
+            lengths = [len(text.item) for text in batch]
             try:
-                vectors = self._encode([text.token_ids for text in batch])
+                vectors = self._compute([text.item for text in batch])
             except Exception as failure:
                 logger.exception("a batch of %s texts failed", len(batch))
                 _fail(batch, failure)
                 continue
-            self._learn(batching.padded_tokens(lengths), time.monotonic() - began)
+            self._learn(batches.padded_tokens(lengths), time.monotonic() - began)
             _deliver(batch, vectors)
         with self._changed:
             left, self._texts = self._texts, []
-        _fail(left, CapacityError("This embedder is stopping."))
+        _fail(left, CapacityError(f"{self._part.capitalize()} is stopping."))
 
-    def _next(self) -> list[_Text] | None:
+    def _next(self) -> list[_Text[Item]] | None:
         """The next batch, taken out of the queue; None once closed."""
         with self._changed:
             while True:
@@ -139,7 +149,7 @@ class EmbeddingQueue:
             first = min(range(len(self._texts)), key=lambda position: self._texts[position].request.turn)
             self._turn += 1
             self._texts[first].request.turn = self._turn
-            chosen = batching.choose([len(text.token_ids) for text in self._texts], self._batch_tokens, first)
+            chosen = batches.choose([len(text.item) for text in self._texts], self._batch_tokens, first)
             batch = [self._texts[position] for position in chosen]
             taken = set(chosen)
             self._texts = [text for position, text in enumerate(self._texts) if position not in taken]
@@ -149,7 +159,7 @@ class EmbeddingQueue:
         """How long the next batch may still wait for company; None while nothing waits."""
         if not self._texts:
             return None
-        if sum(len(text.token_ids) for text in self._texts) >= self._batch_tokens:
+        if self._tokens() >= self._batch_tokens:
             return 0.0
         return self._texts[0].since + self._batch_wait_s - time.monotonic()
 
@@ -160,11 +170,27 @@ class EmbeddingQueue:
 
     def _clear_after_s(self) -> float:
         """When what waits now will have been worked off, by the speed seen so far."""
-        tokens = sum(len(text.token_ids) for text in self._texts)
-        return max(1.0, tokens / self._tokens_per_s) if self._tokens_per_s else 1.0
+        return max(1.0, self._tokens() / self._tokens_per_s) if self._tokens_per_s else 1.0
+
+    def _tokens(self) -> int:
+        return sum(len(text.item) for text in self._texts)
+
+    def _require_room(self, texts: int, tokens: int) -> None:
+        if self._closed:
+            raise CapacityError(f"{self._part.capitalize()} is stopping.")
+        for waiting, more, most, what in (
+            (len(self._texts), texts, self._max_queued, "texts"),
+            (self._tokens(), tokens, self._max_tokens, "tokens"),
+        ):
+            if waiting + more > most:
+                raise RateLimitError(
+                    f"{waiting} {what} wait for {self._part}; {more} more would be over its limit of {most}.",
+                    retry_after_s=self._clear_after_s(),
+                    hint=f"Ask again later, send less at once, or raise {self._section}.replicas.",
+                )
 
 
-def _deliver(batch: Sequence[_Text], vectors: Vectors) -> None:
+def _deliver(batch: Sequence[_Text[Any]], vectors: Vectors) -> None:
     for text, vector in zip(batch, vectors, strict=True):
         request = text.request
         request.rows[text.row] = vector
@@ -174,7 +200,7 @@ def _deliver(batch: Sequence[_Text], vectors: Vectors) -> None:
             request.future.set_result(np.stack([row for row in request.rows if row is not None]))
 
 
-def _fail(texts: Sequence[_Text], failure: Exception) -> None:
+def _fail(texts: Sequence[_Text[Any]], failure: Exception) -> None:
     for request in {id(text.request): text.request for text in texts}.values():
         if not request.future.done() and request.future.set_running_or_notify_cancel():
             request.future.set_exception(failure)
