@@ -72,7 +72,13 @@ class Parts:
 def create_app(parts: Parts, config: GatewayConfig, *, send_id: bool = True) -> FastAPI:
     """The ASGI application over `parts`. `send_id`: put `x-request-id` into responses; a proxy may do that already."""
     app = FastAPI(title="Flywheel", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestScope, metrics=parts.metrics, send_id=send_id, body_timeout_s=config.body_timeout_s)
+    app.add_middleware(
+        RequestScope,
+        metrics=parts.metrics,
+        send_id=send_id,
+        body_timeout_s=config.body_timeout_s,
+        max_held_bytes=config.max_held_bytes,
+    )
     app.add_exception_handler(HTTPException, _refuse)
     access = Access(parts.feed, parts.limiter, required=config.require_keys)
     _add_models(app, parts, access)

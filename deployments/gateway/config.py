@@ -22,6 +22,9 @@ class GatewayConfig(Config):
     idle_timeout_s: float = Field(default=60.0, gt=0)
     """Longest silence within a stream that has begun; then it ends with an error event."""
     max_request_bytes: int = Field(default=8 << 20, ge=1024)
+    max_held_bytes: int = Field(default=128 << 20, ge=1024)
+    """Bodies of all requests that one gateway replica has, as they came, and answers that are on their way out. The
+    next is told 429. Read, a text takes as much again, and a token id up to seven times what it took."""
     max_choices: int = Field(default=128, ge=1)
     """Answers that one generation may ask for: `n` to each of its prompts."""
     max_running: int = Field(default=64, ge=1)
@@ -43,6 +46,15 @@ class GatewayConfig(Config):
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @model_validator(mode="after")
+    def _one_fits(self) -> Self:
+        if self.max_held_bytes < self.max_request_bytes:
+            raise ValueError(
+                f"max_held_bytes {self.max_held_bytes} is less than max_request_bytes {self.max_request_bytes}: the "
+                "largest body could never come; raise the one or lower the other"
+            )
+        return self
 
     @model_validator(mode="after")
     def _closed_to_strangers(self) -> Self:

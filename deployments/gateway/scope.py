@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import RequestError
 from deployments.gateway.errors import problem
+from deployments.gateway.holding import Held, Holding
 from deployments.gateway.limits import Reservation
 from deployments.gateway.metrics import UNMATCHED, GatewayMetrics
 from deployments.logs import about
@@ -78,8 +79,11 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 class RequestScope:
     """Gives each request its id and counts it; an exception that no route has turned into a response ends here."""
 
-    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, send_id: bool, body_timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, *, metrics: GatewayMetrics, send_id: bool, body_timeout_s: float, max_held_bytes: int
+    ) -> None:
         self._app = app
+        self._holding = Holding(max_held_bytes)
         self._metrics = metrics
         self._send_id = send_id
         self._body_timeout_s = body_timeout_s
@@ -90,10 +94,10 @@ class RequestScope:
             return
         trace = Trace(request_id=request_id(Headers(scope=scope).get(REQUEST_ID_HEADER, "")))
         scope[_KEY] = trace
-        with about(trace.request_id):
-            await self._traced(trace, scope, _in_time(receive, self._body_timeout_s), send)
+        with about(trace.request_id), self._holding.request() as held:
+            await self._traced(trace, scope, _held(_in_time(receive, self._body_timeout_s), held), send, held)
 
-    async def _traced(self, trace: Trace, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _traced(self, trace: Trace, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         status = _HUNG_UP
 
         async def sending(message: Message) -> None:
@@ -104,7 +108,9 @@ class RequestScope:
                     MutableHeaders(scope=message)[REQUEST_ID_HEADER] = trace.request_id
                 if trace.reservation is not None:
                     MutableHeaders(scope=message).update(trace.reservation.headers)
-            await send(message)
+            # A server's `send` waits while its client does not read.
+            with held.leaving(len(message.get("body", b""))):
+                await send(message)
 
         try:
             await self._app(scope, receive, sending)
@@ -151,6 +157,17 @@ def _in_time(receive: Receive, timeout_s: float) -> Receive:
                 headers={"Connection": "close"},  # whoever is that slow should not keep the connection either
             ) from None
         arriving = message.get("more_body", False)
+        return message
+
+    return receiving
+
+
+def _held(receive: Receive, held: Held) -> Receive:
+    """`receive`, which raises `RateLimitError` 429 when all requests' bodies together are too large."""
+
+    async def receiving() -> Message:
+        message = await receive()
+        held.take(len(message.get("body", b"")))
         return message
 
     return receiving

@@ -58,6 +58,7 @@ async def stand() -> AsyncIterator[Stand]:
     config = GatewayConfig(
         require_keys=False,
         max_request_bytes=4096,
+        max_held_bytes=8192,
         request_timeout_s=0.8,
         idle_timeout_s=0.2,
         max_running=4,
@@ -227,6 +228,28 @@ async def test_an_answer_that_is_too_large_for_the_event_loop_is_the_same_json(s
     assert answered.headers["content-type"] == "application/json"
     assert [row["index"] for row in answered.json()["data"]] == list(range(900))
     assert len({tuple(row["embedding"]) for row in answered.json()["data"]}) == 1
+
+
+async def test_bodies_are_bounded_all_together_and_each_gives_back_what_it_took(stand: Stand) -> None:
+    arrive, come = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b'{"model": "minilm", "input": "' + b"a" * 4000
+        come.release()
+        await arrive.wait()
+        yield b'"}'
+
+    slow = [asyncio.create_task(stand.http.post("/v1/embeddings", content=slowly())) for _ in range(2)]
+    for _ in slow:
+        await come.acquire()
+    body = {"model": "minilm", "input": "b" * 200}
+    refused = await stand.http.post("/v1/embeddings", json=body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    arrive.set()
+    assert [(await one).status_code for one in slow] == [200, 200]
+    for _ in range(60):  # more than fit at a time
+        assert (await stand.http.post("/v1/embeddings", json=body)).status_code == 200
 
 
 async def test_text_becomes_tokens_and_tokens_text_also_without_a_model(stand: Stand) -> None:
