@@ -15,7 +15,7 @@ import logging
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cluster import model_sources, signing
 from cluster.config import nearest
@@ -34,10 +34,11 @@ from cluster.storage import (
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["causal-lm", "sentence-embedder"]
+Kind = Literal["causal-lm", "sentence-embedder", "cross-encoder"]
 
-_KIND_NAMES: dict[Kind, str] = {"causal-lm": "base", "sentence-embedder": "embedder"}
+_KIND_NAMES: dict[Kind, str] = {"causal-lm": "base", "sentence-embedder": "embedder", "cross-encoder": "reranker"}
 _PATH_STARTS = ("/", ".", "~")
+_LAYERED = "config_sentence_transformers.json"
 _LAYERS = ("Transformer", "Pooling", "Normalize", "Dense", "Dropout", "LayerNorm", "WeightedLayerPooling")
 _LAYER = re.compile(
     r"sentence_transformers\.(?:models|base\.modules|sentence_transformer\.modules)(?:\.[a-z_]+)?\.(?:"
@@ -271,7 +272,8 @@ def _model(manifest: _Manifest, folder: Path) -> StoredModel:
 def _kind(folder: Path) -> Kind:
     """`modules.json` is sentence-transformers' list of layers; every other model says its architecture."""
     if (folder / "modules.json").is_file():
-        return "sentence-embedder"
+        crossed = _object(folder / _LAYERED).get("model_type") == "CrossEncoder"
+        return "cross-encoder" if crossed else "sentence-embedder"
     try:
         architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError) as error:
@@ -281,9 +283,11 @@ def _kind(folder: Path) -> Kind:
         ) from None
     if any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         return "causal-lm"
+    if any(str(name).endswith("ForSequenceClassification") for name in architectures):
+        return "cross-encoder"
     raise ConfigError(
         f"{folder} holds {', '.join(map(str, architectures)) or 'no architecture'}, of no use here.",
-        hint="Give a causal language model, or a sentence-transformers folder (with modules.json).",
+        hint="Give a causal language model, a sentence-transformers folder (with modules.json), or a cross-encoder.",
     )
 
 
@@ -291,8 +295,10 @@ def require_known_modules(folder: Path) -> None:
     """`ConfigError` if a sentence-transformers folder would have anything else imported than its known layers.
 
     The library (6.2) imports whatever dotted path `modules.json` and a dense layer's `activation_function` name, and
-    calls it with what lies in the folder: through joblib or torch that runs a pickle in a file of any name.
+    calls it with what lies in the folder: through joblib or torch that runs a pickle in a file of any name. Of a
+    cross-encoder it calls the activation, if it is anything of torch's.
     """
+    _require_known_activation(folder)
     if not (folder / "modules.json").is_file():
         return
     layers = _json(folder / "modules.json")
@@ -306,13 +312,34 @@ def require_known_modules(folder: Path) -> None:
                 "are loaded, each from a folder of the model.",
                 hint=f"Use {', '.join(_LAYERS)}.",
             )
-        settings = _json(folder / place / "config.json") if (folder / place / "config.json").is_file() else {}
-        activation = settings.get("activation_function") if isinstance(settings, dict) else None
+        activation = _object(folder / place / "config.json").get("activation_function")
         if activation is not None and not _ACTIVATION.fullmatch(str(activation)):
             raise ConfigError(
                 f"{folder / place}/config.json names the activation {activation!r}, which is none of torch's.",
                 hint="Use one of torch.nn, for example torch.nn.modules.activation.Tanh.",
             )
+
+
+def _require_known_activation(folder: Path) -> None:
+    """As for a layer's: of `torch` there is more to call than activations, `torch.hub` for one."""
+    config = _object(folder / "config.json")
+    nested = config.get("sentence_transformers")
+    for named in (
+        _object(folder / _LAYERED).get("activation_fn"),
+        nested.get("activation_fn") if isinstance(nested, dict) else None,
+        config.get("sbert_ce_default_activation_function"),
+    ):
+        if named is not None and not _ACTIVATION.fullmatch(str(named)):
+            raise ConfigError(
+                f"{folder} names the activation {named!r}, which is none of torch's.",
+                hint="Use one of torch.nn, for example torch.nn.modules.activation.Sigmoid.",
+            )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is no file, or if it holds something else."""
+    said = _json(path) if path.is_file() else {}
+    return said if isinstance(said, dict) else {}
 
 
 def _json(path: Path) -> object:

@@ -1,4 +1,4 @@
-"""The Serve application: gateway → language models, embedder, collections. It only composes.
+"""The Serve application: gateway → language models, embedder, reranker, collections. It only composes.
 
 `build` is what `serve deploy` imports (`deployments.application:build`) and what `run` starts; `deploy_config`
 is the YAML for the former. Which model, which port, how many replicas: `ServeConfig` says.
@@ -25,6 +25,7 @@ from deployments.gateway.deployment import Gateway
 from deployments.llm.build import SURGE_PERCENT
 from deployments.llm.build import build as build_llm
 from deployments.llm.preflight import check as check_llm
+from deployments.reranking.server import build as build_reranking
 from deployments.search.server import build as build_search
 
 IMPORT_PATH = "deployments.application:build"
@@ -42,12 +43,15 @@ _EXCEPTION = re.compile(r"^(?:cluster\.errors\.\w+: (?=.)|(?=[\w.]+(?:Error|Exce
 
 def build(config: ServeConfig) -> Application:
     """The whole application. Needs a connection to Ray, to see whether the cluster has GPUs; starts nothing."""
-    if not config.llm and config.embedding is None:
-        raise ConfigError("serve names neither an llm nor an embedding model.", hint="Give serve.llm.model.")
+    if not config.llm and config.embedding is None and config.reranking is None:
+        raise ConfigError(
+            "serve names neither an llm nor an embedding or a reranking model.", hint="Give serve.llm.model."
+        )
     gpu = ray.cluster_resources().get("GPU", 0) > 0
     engines = {name: build_llm(base, name=name, gpu=gpu) for name, base in config.engines.items()}
     embedding = build_embedding(config.embedding) if config.embedding else None
     search = build_search(config.search, embedding) if embedding else None
+    reranking = build_reranking(config.reranking) if config.reranking else None
     gateway = serve.deployment(serve.ingress()(Gateway)).options(
         name="gateway",
         num_replicas=config.gateway.replicas,
@@ -59,7 +63,7 @@ def build(config: ServeConfig) -> Application:
             "runtime_env": {"env_vars": {**environment.for_workers(), **_GATEWAY_ENVIRONMENT}},
         },
     )
-    return gateway.bind(config, engines, embedding, search)
+    return gateway.bind(config, engines, embedding, search, reranking)
 
 
 def run(config: ServeConfig) -> str:
@@ -89,8 +93,8 @@ def preflight(config: ServeConfig, home: Home) -> None:
 
     Weights may be on the replicas' nodes only: a model that is not in this machine's store is not looked into.
     """
-    if config.embedding:
-        locate(config.embedding.model, home)
+    for encoder in filter(None, (config.embedding, config.reranking)):
+        locate(encoder.model, home)
     for base in config.llm:
         if (folder := locate(base.model, home)) is not None:
             check_llm(base, folder)

@@ -11,6 +11,7 @@ from deployments.embedding.config import EmbeddingConfig
 from deployments.gateway.config import GatewayConfig
 from deployments.llm import registered
 from deployments.llm.config import LLMConfig, ReplicaRange
+from deployments.reranking.config import RerankingConfig
 from deployments.search.config import SearchConfig
 
 
@@ -22,13 +23,14 @@ def _several(written: Any) -> Any:
 
 
 class ServeConfig(Config):
-    """gateway → LLM engines with adapters; gateway → embedder; gateway → collections."""
+    """gateway → LLM engines with adapters; gateway → embedder; gateway → reranker; gateway → collections."""
 
     name: str = "flywheel"
     gateway: GatewayConfig = GatewayConfig()
     llm: Annotated[tuple[LLMConfig, ...], BeforeValidator(_several)] = ()
     """The base models, each an engine of its own: one mapping, or a list of them."""
     embedding: EmbeddingConfig | None = None
+    reranking: RerankingConfig | None = None
     search: SearchConfig = SearchConfig()
 
     @property
@@ -52,8 +54,9 @@ class ServeConfig(Config):
         # Of `tickets/3` only the registry knows whether it is a version or an id; `flywheel serve` checks again.
         known = [base for base in self.llm if not ("/" in base.model and registered.may_be(base))]
         named = [(base.served_as, f"llm.model {base.model!r}") for base in known]
-        if self.embedding:
-            named.append((served_name(self.embedding.model), f"embedding.model {self.embedding.model!r}"))
+        for part, encoder in (("embedding", self.embedding), ("reranking", self.reranking)):
+            if encoder:
+                named.append((encoder.served_as, f"{part}.model {encoder.model!r}"))
         taken: dict[str, str] = {}
         for name, what in named:
             if name in taken:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
 WORDS = [
     "read",
@@ -93,4 +93,13 @@ def write_embedder(
             json.dumps({**json.loads(path.read_text(encoding="utf-8")), "matryoshka_dimensions": list(matryoshka)}),
             encoding="utf-8",
         )
+    return folder
+
+
+def write_cross_encoder(folder: Path, *, seed: int = 0, labels: int = 1) -> Path:
+    """A cross-encoder as sentence-transformers saves it; equal seeds give equal weights."""
+    torch.manual_seed(seed)
+    bare = folder.with_name(f"{folder.name}-bare")
+    BertForSequenceClassification(tiny_bert(_write_tokenizer(bare), num_labels=labels)).save_pretrained(bare)
+    CrossEncoder(str(bare), device="cpu").save_pretrained(str(folder), create_model_card=False)
     return folder

@@ -22,6 +22,8 @@ BASE = "smollm2-135m-instruct"
 TINY = "tiny-words"
 """A second base beside it: quick, and so sure of its words that no batch changes one."""
 EMBEDDER = "all-minilm-l6-v2"
+RERANKER = "tiny-reranker"
+"""Untrained: it has scores, and they mean nothing."""
 MAX_MODEL_LEN = 512
 MAX_LORA_RANK = 16
 KEPT = "kept"
@@ -64,10 +66,14 @@ def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
     # Heavy: they bring torch and vLLM's configuration into the driver.
     from deployments import application
     from tests.bases import write_base
+    from tests.embedders import write_cross_encoder
 
     tiny = home.root / "bases" / TINY
     if not tiny.is_dir():
         write_base(tiny, obtain(BASE, home).path, seed=1)
+    reranker = home.root / "bases" / RERANKER
+    if not reranker.is_dir():
+        write_cross_encoder(reranker)
     config = ServeConfig.model_validate(
         {
             "gateway": {
@@ -87,6 +93,7 @@ def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
                 {"model": str(tiny), "max_model_len": MAX_MODEL_LEN, "dtype": "float32", "max_adapters": 4},
             ],
             "embedding": {"model": EMBEDDER},
+            "reranking": {"model": str(reranker)},
         }
     )
     url = application.run(config)

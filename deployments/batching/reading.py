@@ -36,6 +36,11 @@ def size_bytes(given: str | Sequence[int]) -> int:
     return _ID_BYTES * len(given)
 
 
+def readable(text: str) -> str:
+    """`text` without half surrogate pairs, which JSON can say and no tokenizer reads."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
 def beginning(text: str, limit: int, count: Callable[[str], int]) -> str:
     """As much of `text` as has certainly more than `limit` tokens; all of it, if it is short or has not so many.
 

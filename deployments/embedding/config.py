@@ -20,7 +20,6 @@ class PromptsConfig(Config):
 class EmbeddingConfig(EncoderConfig):
     """One embedding model."""
 
-    model: str
     dimensions: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """Lengths to which vectors may be cut on demand, beside the model's own. Unset: what its config or card says."""
     prompts: PromptsConfig = PromptsConfig()

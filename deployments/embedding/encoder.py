@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from cluster.errors import ConfigError
 from cluster.vectors.port import Vectors
+from deployments.batching.limits import longest_input
 from deployments.batching.padding import TokenIds, padded
 from deployments.embedding import matryoshka, prompts
 from deployments.embedding.config import PromptsConfig
@@ -56,7 +57,7 @@ class Encoder:
             ) from None
         self._tokenizer = self._model.tokenizer
         self._filler = int(self._tokenizer.pad_token_id or 0)
-        self.max_tokens = _limit(path, max_tokens, self._model.max_seq_length)
+        self.max_tokens = longest_input(path, max_tokens, self._model.max_seq_length, section="serve.embedding")
         self.dimension = int(self._model.get_embedding_dimension())
         self.normalized = any(isinstance(module, Normalize) for module in self._model)
         self.dimensions = matryoshka.offered(self.dimension, matryoshka.said_by(path), wanted_dimensions)
@@ -102,16 +103,3 @@ class Encoder:
         for module in rest:
             features = module(features)
         return np.asarray(features["sentence_embedding"].float().cpu().numpy(), dtype=np.float32)
-
-
-def _limit(path: Path, wanted: int | None, own: int | None) -> int:
-    if own is None:
-        if wanted is None:
-            raise ConfigError(f"{path} names no longest input.", hint="Set serve.embedding.max_tokens.")
-        return wanted
-    if wanted is not None and wanted > own:
-        raise ConfigError(
-            f"max_tokens is {wanted}, but {path.name} reads {own} tokens at the most.",
-            hint=f"Set serve.embedding.max_tokens to {own} or less, or leave it out.",
-        )
-    return min(wanted or own, own)

@@ -20,7 +20,7 @@ from cluster.vectors.port import Fingerprint
 from deployments.batching import replicas
 from deployments.batching.batcher import Batcher
 from deployments.batching.padding import TokenIds
-from deployments.batching.reading import beginning, size_bytes
+from deployments.batching.reading import beginning, readable, size_bytes
 from deployments.embedding import matryoshka
 from deployments.embedding.config import EmbeddingConfig
 from deployments.embedding.port import Embedded, EmbedderInfo, Inputs, InputType
@@ -177,8 +177,7 @@ class EmbeddingServer:
     def _string(self, index: int, text: Any) -> str:
         if not isinstance(text, str):
             raise self._no_input(index)
-        # Half a surrogate pair, which JSON can say, is no text for a tokenizer.
-        return text.encode("utf-8", "replace").decode() if not text.isascii() else text
+        return readable(text)
 
     def _known_ids(self, index: int, ids: Any, truncate: bool) -> TokenIds:
         size = self._encoder.vocabulary_size

@@ -38,6 +38,7 @@ from deployments.gateway.session import session_of
 from deployments.gateway.stream import StreamAssembler, stamped
 from deployments.llm.failures import engine_lost
 from deployments.llm.protocol import Answer, Generation, Kind
+from deployments.reranking.port import Reranker
 from deployments.snapshot import SnapshotFeed
 
 _HEALTH_WAIT_S = 5.0
@@ -65,6 +66,7 @@ class Parts:
     backends: Mapping[str, Backend] = field(default_factory=dict)
     """One for each of `served.bases`, by name."""
     embedder: Embedder | None = None
+    reranker: Reranker | None = None
     collections: Collections | None = None
     limiter: Limiter = field(default_factory=Limiter)
 
@@ -85,6 +87,7 @@ def create_app(parts: Parts, config: GatewayConfig, *, send_id: bool = True) -> 
     _add_generation(app, parts, config, access)
     aside = Aside()
     _add_embeddings(app, parts, config, access, aside)
+    _add_reranking(app, parts, config, access, aside)
     _add_collections(app, parts, config, access, aside)
     _add_operations(app, parts, access)
     return app
@@ -398,6 +401,42 @@ def similarity(queries: NDArray[np.float32], documents: NDArray[np.float32]) -> 
     return found
 
 
+def _add_reranking(app: FastAPI, parts: Parts, config: GatewayConfig, access: Access, aside: Aside) -> None:
+    @app.post("/v1/rerank")
+    async def rerank(request: Request) -> Response:
+        caller = access.admit(request, "infer")
+        content = await read_body(request, config.max_request_bytes)
+        body, estimated = await aside.run(len(content), _pairs, content)
+        caller.require_model(body.model)
+        model = models.reranker(parts.served, body.model)
+        if parts.reranker is None:
+            raise RequestError("This application serves no reranker.", status=404, code="model_not_found")
+        trace = trace_of(request)
+        trace.model = trace.version = model
+        reservation = access.reserve_tokens(request, caller, estimated)
+        async with asyncio.timeout(config.request_timeout_s):
+            made = await parts.reranker.rerank(body.query, body.texts, truncate=body.truncate)
+        count = sum(made.tokens)
+        parts.metrics.tokens(model=model, version=model, prompt=count, completion=0)
+        trace.prompt_tokens = count
+        reservation.settle(count)
+        answer = schemas.rerank_response(
+            model,
+            made.scores,
+            count,
+            request_id=f"rerank-{trace.request_id}",
+            top_n=body.top_n,
+            documents=body.texts if body.return_documents else None,
+        )
+        return JSONResponse(answer, headers={VERSION_HEADER: model})
+
+
+def _pairs(content: bytes) -> tuple[schemas.RerankBody, int]:
+    """The body, and the tokens that it may need: the query is read again with each document."""
+    body, estimated = _read(schemas.RerankBody, content)
+    return body, estimated + (len(body.documents) - 1) * estimate({"query": body.query})
+
+
 def _documents(content: bytes) -> tuple[list[dict[str, Any]], int]:
     """The documents to keep, and the tokens that they may need."""
     body, estimated = _read(schemas.DocumentsBody, content)
@@ -436,8 +475,11 @@ def _add_operations(app: FastAPI, parts: Parts, access: Access) -> None:
     @app.get("/healthz")
     async def health() -> Response:
         checks = {base.part: _base_state(parts, base) for base in parts.served.bases}
-        if parts.embedder is not None:
-            checks["embedding"] = _state(parts.embedder)
+        checks |= {
+            name: _state(part)
+            for name, part in (("embedding", parts.embedder), ("reranking", parts.reranker))
+            if part is not None
+        }
         found = dict(zip(checks, await asyncio.gather(*checks.values()), strict=True))
         # The registry may be away: the last snapshot serves on, so that alone makes nothing unwell.
         status = _worst(state.get("status", "unavailable" if "error" in state else "ok") for state in found.values())
@@ -460,7 +502,7 @@ def _worst(states: Iterable[str]) -> str:
     return max(states, key=_STANDINGS.index, default=_STANDINGS[0])
 
 
-async def _state(part: Engine | Embedder) -> dict[str, Any]:
+async def _state(part: Engine | Embedder | Reranker) -> dict[str, Any]:
     """What a part says of itself, or why it does not."""
     try:
         async with asyncio.timeout(_HEALTH_WAIT_S):

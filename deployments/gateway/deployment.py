@@ -9,7 +9,6 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.registry.client import RegistryHandle
 from actors.registry.serving import BudgetUse, ServingReport
-from cluster.models import served_name
 from deployments.config import ServeConfig
 from deployments.embedding.handle import HandleEmbedder
 from deployments.gateway.admission import Admission
@@ -25,6 +24,7 @@ from deployments.gateway.usage import KeyUsage
 from deployments.llm.config import LLMConfig
 from deployments.logs import join_serve
 from deployments.reporting import Reporter, siblings, whoami
+from deployments.reranking.handle import HandleReranker
 from deployments.snapshot import SnapshotFeed
 
 FIRST_SNAPSHOT_WAIT_S = 5.0
@@ -41,6 +41,7 @@ class Gateway:
         engines: dict[str, DeploymentHandle],
         embedding: DeploymentHandle | None,
         search: DeploymentHandle | None,
+        reranking: DeploymentHandle | None = None,
     ) -> None:
         join_serve(own_access_lines=True)
         self._config = config.gateway
@@ -55,13 +56,15 @@ class Gateway:
                     Base(base.served_as, part=part, version=base.version, max_model_len=base.max_model_len)
                     for part, base in config.engines.items()
                 ),
-                embedder=served_name(config.embedding.model) if config.embedding else None,
+                embedder=config.embedding.served_as if config.embedding else None,
+                reranker=config.reranking.served_as if config.reranking else None,
                 started=int(time.time()),
             ),
             feed=feed,
             metrics=GatewayMetrics(),
             backends={name: Backend(engine, admission) for name, (engine, admission) in behind.items()},
             embedder=HandleEmbedder(embedding) if embedding else None,
+            reranker=HandleReranker(reranking) if reranking else None,
             collections=CollectionsHandle(search) if search else None,
             limiter=self._limiter,
         )

@@ -5,7 +5,7 @@ smollm2-135m-instruct:error-triage             the adapter that alias `champion`
                                                their shares of its traffic
 smollm2-135m-instruct:error-triage@candidate   … that another alias stands at
 smollm2-135m-instruct:error-triage/3           exactly this version
-all-minilm-l6-v2                               the embedder
+all-minilm-l6-v2                               the embedder; likewise the reranker
 
 An application may serve several bases. An adapter is asked for on the base that it was trained on, and on no other.
 No name is altered on the way: case, blanks and look-alike letters count.
@@ -48,6 +48,7 @@ class Served:
 
     bases: tuple[Base, ...] = ()
     embedder: str | None = None
+    reranker: str | None = None
     started: int = 0
     """Unix time; OpenAI's cards want one."""
 
@@ -57,8 +58,8 @@ class Served:
 
     @property
     def names(self) -> list[str]:
-        """Bases in the order of the config, then the embedder."""
-        return [*(base.name for base in self.bases), *([self.embedder] if self.embedder else [])]
+        """Bases in the order of the config, then the embedder and the reranker."""
+        return [*(base.name for base in self.bases), *filter(None, (self.embedder, self.reranker))]
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,10 @@ def generator(served: Served, snapshot: Snapshot, name: str, *, key: str | None 
     `RequestError` 404 (`model_not_found`), or 400 if it is no generator.
     """
     base_name, colon, reference = name.partition(":")
-    if base_name == served.embedder and not colon:
-        raise RequestError(
-            f"{name!r} makes embeddings, not text.",
-            param="model",
-            code="model_not_supported",
-            hint="Use /v1/embeddings.",
-        )
+    if not colon and name == served.embedder:
+        raise _not_for_this(f"{name!r} makes embeddings, not text.", hint="Use /v1/embeddings.")
+    if not colon and name == served.reranker:
+        raise _not_for_this(f"{name!r} ranks documents and makes no text.", hint="Use /v1/rerank.")
     base = served.base(base_name)
     if base is None:
         raise _unknown(name, served.names)
@@ -128,21 +126,28 @@ def embedder(served: Served, name: str) -> str:
     """`name`, if it is the embedder; `RequestError` otherwise."""
     if name == served.embedder:
         return name
+    hint = f"Use {served.embedder!r}." if served.embedder else None
     if served.base(name.partition(":")[0]):
-        raise RequestError(
-            f"{name!r} makes text, not embeddings.",
-            param="model",
-            code="model_not_supported",
-            hint=f"Use {served.embedder!r}." if served.embedder else None,
-        )
+        raise _not_for_this(f"{name!r} makes text, not embeddings.", hint=hint)
+    if name == served.reranker:
+        raise _not_for_this(f"{name!r} ranks documents and makes no embeddings.", hint=hint)
+    raise _unknown(name, served.names)
+
+
+def reranker(served: Served, name: str) -> str:
+    """`name`, if it is the reranker; `RequestError` otherwise."""
+    if name == served.reranker:
+        return name
+    if name == served.embedder or served.base(name.partition(":")[0]):
+        hint = f"Use {served.reranker!r}." if served.reranker else "This application serves no reranker."
+        raise _not_for_this(f"{name!r} is no reranker.", hint=hint)
     raise _unknown(name, served.names)
 
 
 def cards(served: Served, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Every name that can be asked for. `parent` is the base; `root` is the immutable name that answers."""
     found = [card for base in served.bases for card in _cards_of(served, base, snapshot)]
-    if served.embedder is not None:
-        found.append(_card(served, served.embedder, root=served.embedder))
+    found += [_card(served, name, root=name) for name in (served.embedder, served.reranker) if name is not None]
     return found
 
 
@@ -195,6 +200,10 @@ def _card(
         "parent": parent,
         "max_model_len": max_model_len,
     }
+
+
+def _not_for_this(what: str, *, hint: str | None) -> RequestError:
+    return RequestError(what, param="model", code="model_not_supported", hint=hint)
 
 
 def _unknown(name: str, served: list[str], *, hint: str | None = None) -> RequestError:

@@ -1,6 +1,7 @@
 """What the gateway needs from the rest, as protocols. It knows no Ray: `handles.py` fills them with Serve handles.
 
-Of an embedder it needs `embedding.port.Embedder`. Every method raises `cluster.errors` only.
+Of an embedder it needs `embedding.port.Embedder`, of a reranker `reranking.port.Reranker`. Every method raises
+`cluster.errors` only.
 """
 
 from collections.abc import AsyncIterator

@@ -151,6 +151,32 @@ class EmbeddingsBody(BaseModel):
         raise ValueError("give a string, a list of strings, a list of token ids, or a list of such lists")
 
 
+class RankedDocument(BaseModel):
+    """A document to rank, where it is an object."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    text: Text
+
+
+class RerankBody(BaseModel):
+    """`/v1/rerank`, as Cohere and Jina have it, and `truncate` beside."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: ModelName
+    query: Text
+    documents: Annotated[list[Text | RankedDocument], Field(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[StrictInt, Field(ge=1)] | None = None
+    return_documents: StrictBool = False
+    truncate: StrictBool = False
+    """Read only the beginning of what is too long."""
+
+    @property
+    def texts(self) -> list[str]:
+        return [document if isinstance(document, str) else document.text for document in self.documents]
+
+
 class DocumentBody(BaseModel):
     """One document to keep; without an id it gets one from its text."""
 
@@ -221,6 +247,28 @@ def score_response(
         "model": model,
         "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
         "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
+    }
+
+
+def rerank_response(
+    model: str,
+    scores: NDArray[np.float32],
+    tokens: int,
+    *,
+    request_id: str,
+    top_n: int | None = None,
+    documents: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """The `top_n` best of `scores` [N], best first, equal ones in their order; with `documents`, each with its text."""
+    best = np.argsort(-scores, kind="stable")[:top_n].tolist()
+    results: list[dict[str, Any]] = [{"index": at, "relevance_score": float(scores[at])} for at in best]
+    if documents is not None:
+        results = [{**result, "document": {"text": documents[result["index"]]}} for result in results]
+    return {
+        "id": request_id,
+        "model": model,
+        "results": results,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
 
 

@@ -20,7 +20,7 @@ from cluster.models import obtain
 from cluster.signing import signature_path
 from tests.adapters import write_adapter
 from tests.processes import of_home
-from tests.serving import BASE, EMBEDDER, MAX_LORA_RANK, MAX_MODEL_LEN, ServeApp
+from tests.serving import BASE, EMBEDDER, MAX_LORA_RANK, MAX_MODEL_LEN, RERANKER, ServeApp
 
 pytestmark = pytest.mark.serve
 
@@ -162,6 +162,18 @@ def test_tokens_and_scores(serve_app: ServeApp, versions: list[Version]) -> None
     ).json()
     near, far = (row["score"] for row in scored["data"])
     assert 1 > near > far
+
+
+def test_documents_are_ranked(serve_app: ServeApp) -> None:
+    asked = {"model": RERANKER, "query": "read the file", "documents": ["sort a list", "parse the value", "return"]}
+    ranked = serve_app.http.post("/v1/rerank", json=asked).json()["results"]
+    scores = [one["relevance_score"] for one in ranked]
+    assert sorted(one["index"] for one in ranked) == [0, 1, 2]
+    assert 1 > scores[0] > scores[1] > scores[2] > 0
+    best = serve_app.http.post("/v1/rerank", json={**asked, "documents": [asked["documents"][ranked[0]["index"]]]})
+    assert best.json()["results"][0]["relevance_score"] == pytest.approx(scores[0], abs=1e-5)
+    refused = serve_app.http.post("/v1/rerank", json={**asked, "documents": ["sort", "value " * 99]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents[1]")
 
 
 def test_documents_are_found_again(serve_app: ServeApp) -> None:

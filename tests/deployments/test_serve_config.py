@@ -50,6 +50,7 @@ def test_deployments_are_named_after_their_bases_and_the_first_stays_what_it_was
         ({"llm": [{"model": "a/Same"}, {"model": "b/same"}]}, "'a/Same'", "'b/same'"),
         ({"llm": [{"model": "tickets@champion"}, {"model": "tickets@candidate"}]}, "@champion", "@candidate"),
         ({"llm": SMOL, "embedding": {"model": "x/Smol"}}, "llm.model 'smol'", "embedding.model 'x/Smol'"),
+        ({"embedding": {"model": "a/M"}, "reranking": {"model": "b/m"}}, "embedding.model 'a/M'", "reranking.model"),
     ],
 )
 def test_two_models_of_one_name_are_refused_and_both_are_named(settings: Any, first: str, second: str) -> None:

@@ -25,6 +25,7 @@ from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
 from deployments.gateway.models import Base, Served
 from deployments.gateway.usage import Usage
+from deployments.reranking.overlap import WordOverlap
 from deployments.snapshot import SnapshotFeed
 
 TWO = [Route("triage", n, "adapter", Path("/v"), f"{n:064x}", "smol") for n in (1, 2)]
@@ -66,8 +67,8 @@ async def stand() -> AsyncIterator[Stand]:
         max_waiting_per_caller=2,
     )
     admission = Admission.of(config)
-    served, backends = Served((Base("smol"),), "minilm"), {"smol": Backend(engine, admission)}
-    parts = Parts(served, feed, GatewayMetrics(usage), backends, embedder())
+    served, backends = Served((Base("smol"),), "minilm", "cross"), {"smol": Backend(engine, admission)}
+    parts = Parts(served, feed, GatewayMetrics(usage), backends, embedder(), WordOverlap(name="cross", max_tokens=16))
     app = create_app(parts, config)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
     sdk = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http, max_retries=0)
@@ -228,6 +229,22 @@ async def test_an_answer_that_is_too_large_for_the_event_loop_is_the_same_json(s
     assert answered.headers["content-type"] == "application/json"
     assert [row["index"] for row in answered.json()["data"]] == list(range(900))
     assert len({tuple(row["embedding"]) for row in answered.json()["data"]}) == 1
+
+
+async def test_documents_are_ranked_best_first(stand: Stand) -> None:
+    asked = {"model": "cross", "query": "read a file", "documents": ["sort", {"text": "read a file"}, "a file"]}
+    answered = await stand.http.post("/v1/rerank", json={**asked, "top_n": 2, "return_documents": True})
+    assert answered.headers["x-flywheel-version"] == "cross"
+    said = answered.json()
+    assert [(one["index"], one["document"]["text"]) for one in said["results"]] == [(1, "read a file"), (2, "a file")]
+    assert said["results"][0]["relevance_score"] == pytest.approx(1)
+    assert said["usage"]["total_tokens"] == 3 * (3 + 3) + 1 + 3 + 2
+    assert len((await stand.http.post("/v1/rerank", json=asked)).json()["results"]) == 3
+    long = {**asked, "documents": ["sort", "word " * 99]}
+    refused = (await stand.http.post("/v1/rerank", json=long)).json()["error"]
+    assert (refused["code"], refused["param"]) == ("context_length_exceeded", "documents[1]")
+    assert (await stand.http.post("/v1/rerank", json={**long, "truncate": True})).status_code == 200
+    assert (await stand.http.post("/v1/rerank", json={**asked, "model": "minilm"})).status_code == 400
 
 
 async def test_bodies_are_bounded_all_together_and_each_gives_back_what_it_took(stand: Stand) -> None:

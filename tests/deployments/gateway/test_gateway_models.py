@@ -5,7 +5,7 @@ import pytest
 
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import RequestError
-from deployments.gateway.models import Base, Served, card, cards, embedder, generator, only_base
+from deployments.gateway.models import Base, Served, card, cards, embedder, generator, only_base, reranker
 
 SERVED = Served((Base("smol", max_model_len=128),), embedder="minilm", started=7)
 
@@ -189,6 +189,26 @@ def test_each_name_means_one_version_or_its_refusal_says_what_there_is(name: str
     assert (refused.status, refused.code, refused.param) == (404, "model_not_found", "model")
     assert refused.message == f"The model {name!r} does not exist."
     assert expected in str(refused.hint)
+
+
+def test_each_kind_of_model_answers_to_its_own_route() -> None:
+    served = Served((Base("smol"),), embedder="minilm", reranker="cross")
+    assert (embedder(served, "minilm"), reranker(served, "cross")) == ("minilm", "cross")
+    assert [one["id"] for one in cards(served, Snapshot())] == served.names == ["smol", "minilm", "cross"]
+    assert card(served, Snapshot(), "cross")["root"] == "cross"
+    for ask, name, hint in (
+        (reranker, "minilm", "'cross'"),
+        (reranker, "smol:triage", "'cross'"),
+        (embedder, "cross", "'minilm'"),
+        (lambda of, name: generator(of, Snapshot(), name), "cross", "/v1/rerank"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            ask(served, name)
+        assert (caught.value.status, caught.value.code, caught.value.param) == (400, "model_not_supported", "model")
+        assert hint in str(caught.value.hint)
+    with pytest.raises(RequestError, match="'cros' does not exist") as unknown:
+        reranker(served, "cros")
+    assert "'cross'" in str(unknown.value.hint)
 
 
 def test_the_only_base_needs_no_name_and_several_do() -> None:

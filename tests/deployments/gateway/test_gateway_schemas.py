@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from cluster.errors import RequestError
-from deployments.gateway.schemas import ChatBody, CompletionBody, EmbeddingsBody, embeddings_content, encode, parse
+from deployments.gateway.schemas import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingsBody,
+    RerankBody,
+    embeddings_content,
+    encode,
+    parse,
+    rerank_response,
+)
 
 
 def body(body_class: Any, **fields: Any) -> Any:
@@ -83,3 +92,32 @@ def test_vectors_keep_the_order_of_their_inputs() -> None:
     response = json.loads(embeddings_content("m", vectors, [2, 3, 4], "float"))
     assert [(one["index"], one["embedding"]) for one in response["data"]] == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
     assert response["usage"] == {"prompt_tokens": 9, "total_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"documents": []}, {"documents": "a"}, {"documents": [""]}, {"documents": [{"txt": "a"}]}, {"query": ""},
+     {"top_n": 0}, {"top_n": "1"}, {"documents": ["a"] * 2049}],
+)  # fmt: skip
+def test_what_cannot_be_ranked_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        body(RerankBody, **{"model": "m", "query": "q", "documents": ["a"], **fields})
+    assert (caught.value.status, caught.value.code) == (400, "invalid_value")
+    assert str(caught.value.param).startswith(next(iter(fields)))
+
+
+def test_documents_to_rank_are_texts_or_hold_one() -> None:
+    assert body(RerankBody, model="m", query="q", documents=["a", {"text": "b", "id": 7}]).texts == ["a", "b"]
+
+
+def test_the_best_come_first_and_equal_ones_in_their_order() -> None:
+    scores = np.array([0.25, 0.5, 0.125, 0.5], dtype=np.float32)
+    ranked = rerank_response("m", scores, 9, request_id="r", documents=list("abcd"))
+    assert [(one["index"], one["relevance_score"], one["document"]["text"]) for one in ranked["results"]] == [
+        (1, 0.5, "b"),
+        (3, 0.5, "d"),
+        (0, 0.25, "a"),
+        (2, 0.125, "c"),
+    ]
+    assert ranked["usage"] == {"prompt_tokens": 9, "total_tokens": 9}
+    assert rerank_response("m", scores, 9, request_id="r", top_n=1)["results"] == [{"index": 1, "relevance_score": 0.5}]
