@@ -1,4 +1,4 @@
-"""The Serve application: gateway → language models, embedder, reranker, collections. It only composes.
+"""The Serve application: gateway → language models, embedders, reranker, collections. It only composes.
 
 `build` is what `serve deploy` imports (`deployments.application:build`) and what `run` starts; `deploy_config`
 is the YAML for the former. Which model, which port, how many replicas: `ServeConfig` says.
@@ -43,14 +43,14 @@ _EXCEPTION = re.compile(r"^(?:cluster\.errors\.\w+: (?=.)|(?=[\w.]+(?:Error|Exce
 
 def build(config: ServeConfig) -> Application:
     """The whole application. Needs a connection to Ray, to see whether the cluster has GPUs; starts nothing."""
-    if not config.llm and config.embedding is None and config.reranking is None:
+    if not config.llm and not config.embedding and config.reranking is None:
         raise ConfigError(
             "serve names neither an llm nor an embedding or a reranking model.", hint="Give serve.llm.model."
         )
     gpu = ray.cluster_resources().get("GPU", 0) > 0
     engines = {name: build_llm(base, name=name, gpu=gpu) for name, base in config.engines.items()}
-    embedding = build_embedding(config.embedding) if config.embedding else None
-    search = build_search(config.search, embedding) if embedding else None
+    embedders = {name: build_embedding(one, name=name) for name, one in config.embedders.items()}
+    search = build_search(config.search, list(embedders.values())) if embedders else None
     reranking = build_reranking(config.reranking) if config.reranking else None
     gateway = serve.deployment(serve.ingress()(Gateway)).options(
         name="gateway",
@@ -63,7 +63,7 @@ def build(config: ServeConfig) -> Application:
             "runtime_env": {"env_vars": {**environment.for_workers(), **_GATEWAY_ENVIRONMENT}},
         },
     )
-    return gateway.bind(config, engines, embedding, search, reranking)
+    return gateway.bind(config, engines, embedders, search, reranking)
 
 
 def run(config: ServeConfig) -> str:
@@ -93,7 +93,7 @@ def preflight(config: ServeConfig, home: Home) -> None:
 
     Weights may be on the replicas' nodes only: a model that is not in this machine's store is not looked into.
     """
-    for encoder in filter(None, (config.embedding, config.reranking)):
+    for encoder in (*config.embedding, *filter(None, [config.reranking])):
         locate(encoder.model, home)
     for base in config.llm:
         if (folder := locate(base.model, home)) is not None:

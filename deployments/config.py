@@ -1,25 +1,39 @@
 """Settings of the whole Serve application: it only composes its parts'."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BeforeValidator, SerializerFunctionWrapHandler, field_serializer, model_validator
 
 from cluster.config import Config
 from cluster.models import served_name
+from deployments import registered
 from deployments.embedding.config import EmbeddingConfig
 from deployments.gateway.config import GatewayConfig
-from deployments.llm import registered
 from deployments.llm.config import LLMConfig, ReplicaRange
 from deployments.reranking.config import RerankingConfig
 from deployments.search.config import SearchConfig
 
+Served = TypeVar("Served", LLMConfig, EmbeddingConfig)
 
-def _several(written: Any) -> Any:
-    """One base is written without a list; its faults are then named as it was written."""
-    if written is None:
-        return ()
-    return (LLMConfig.model_validate(written),) if isinstance(written, Mapping | LLMConfig) else written
+
+def _several(one: type[Config]) -> BeforeValidator:
+    """One model is written without a list; its faults are then named as it was written."""
+
+    def read(written: Any) -> Any:
+        if written is None:
+            return ()
+        return (one.model_validate(written),) if isinstance(written, Mapping | one) else written
+
+    return BeforeValidator(read)
+
+
+def _parts(first: str, several: Iterable[Served]) -> dict[str, Served]:
+    """Each model by the name of its Serve deployment: `first` for the first, with its name added for every other.
+
+    So one that is added below another changes nothing of what runs.
+    """
+    return {f"{first}-{one.served_as}" if place else first: one for place, one in enumerate(several)}
 
 
 class ServeConfig(Config):
@@ -27,19 +41,22 @@ class ServeConfig(Config):
 
     name: str = "flywheel"
     gateway: GatewayConfig = GatewayConfig()
-    llm: Annotated[tuple[LLMConfig, ...], BeforeValidator(_several)] = ()
+    llm: Annotated[tuple[LLMConfig, ...], _several(LLMConfig)] = ()
     """The base models, each an engine of its own: one mapping, or a list of them."""
-    embedding: EmbeddingConfig | None = None
+    embedding: Annotated[tuple[EmbeddingConfig, ...], _several(EmbeddingConfig)] = ()
+    """The embedding models: one mapping, or a list of them. New collections are the first's."""
     reranking: RerankingConfig | None = None
     search: SearchConfig = SearchConfig()
 
     @property
     def engines(self) -> dict[str, LLMConfig]:
-        """Each base by the name of its Serve deployment: `llm` is the first, `llm-NAME` every other.
+        """Each base by the name of its Serve deployment: `llm`, `llm-NAME`, …"""
+        return _parts("llm", self.llm)
 
-        So a base that is added below another changes nothing of what runs.
-        """
-        return {f"llm-{base.served_as}" if place else "llm": base for place, base in enumerate(self.llm)}
+    @property
+    def embedders(self) -> dict[str, EmbeddingConfig]:
+        """Each embedder by the name of its Serve deployment: `embedding`, `embedding-NAME`, …"""
+        return _parts("embedding", self.embedding)
 
     def engine_of(self, model: str) -> LLMConfig | None:
         """The base that serves `model` (a name, an id or a path), or else the first.
@@ -52,11 +69,17 @@ class ServeConfig(Config):
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         # Of `tickets/3` only the registry knows whether it is a version or an id; `flywheel serve` checks again.
-        known = [base for base in self.llm if not ("/" in base.model and registered.may_be(base))]
-        named = [(base.served_as, f"llm.model {base.model!r}") for base in known]
-        for part, encoder in (("embedding", self.embedding), ("reranking", self.reranking)):
-            if encoder:
-                named.append((encoder.served_as, f"{part}.model {encoder.model!r}"))
+        written: list[tuple[str, LLMConfig | EmbeddingConfig]] = [
+            *(("llm", base) for base in self.llm),
+            *(("embedding", embedder) for embedder in self.embedding),
+        ]
+        named = [
+            (one.served_as, f"{part}.model {one.model!r}")
+            for part, one in written
+            if not ("/" in one.model and registered.may_be(one))
+        ]
+        if self.reranking:
+            named.append((self.reranking.served_as, f"reranking.model {self.reranking.model!r}"))
         taken: dict[str, str] = {}
         for name, what in named:
             if name in taken:
@@ -67,9 +90,9 @@ class ServeConfig(Config):
             taken[name] = what
         return self
 
-    @field_serializer("llm", mode="wrap")
-    def _as_written(self, bases: tuple[LLMConfig, ...], dump: SerializerFunctionWrapHandler) -> Any:
-        dumped = dump(bases)
+    @field_serializer("llm", "embedding", mode="wrap")
+    def _as_written(self, several: tuple[Config, ...], dump: SerializerFunctionWrapHandler) -> Any:
+        dumped = dump(several)
         return dumped[0] if len(dumped) == 1 else dumped
 
     @model_validator(mode="after")

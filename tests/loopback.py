@@ -19,7 +19,7 @@ from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Base, Served
+from deployments.gateway.models import Base, Encoder, Served
 from deployments.snapshot import SnapshotFeed
 
 ROUTES = [Route("triage", 1, "adapter", Path("/v"), "0" * 64, "smol")]
@@ -70,9 +70,9 @@ async def keyed_gateway(config: GatewayConfig) -> AsyncIterator[KeyedGateway]:
     engine, registry = EchoEngine(), PushedSnapshots(Snapshot.of_routes(ROUTES, {"triage@champion": 1}))
     feed = SnapshotFeed(registry, poll_s=5)
     await feed.start(wait_s=0.5)
-    served = Served((Base("smol", max_model_len=128),), "minilm")
+    served = Served((Base("smol", max_model_len=128),), (Encoder("minilm"),))
     backends = {"smol": Backend(engine, Admission.of(config))}
-    parts = Parts(served, feed, GatewayMetrics(), backends, HashEmbedder(dimension=8, max_tokens=32))
+    parts = Parts(served, feed, GatewayMetrics(), backends, {"minilm": HashEmbedder(dimension=8, max_tokens=32)})
     async with on_loopback(create_app(parts, config)) as url, openai.DefaultAsyncHttpxClient(verify=False) as http:
         yield KeyedGateway(url, engine, registry, feed, http)
     await feed.stop()

@@ -22,6 +22,8 @@ BASE = "smollm2-135m-instruct"
 TINY = "tiny-words"
 """A second base beside it: quick, and so sure of its words that no batch changes one."""
 EMBEDDER = "all-minilm-l6-v2"
+OUR_EMBEDDER = "tiny-embedder"
+"""A registered one beside it, untrained, of 32 dimensions."""
 RERANKER = "tiny-reranker"
 """Untrained: it has scores, and they mean nothing."""
 MAX_MODEL_LEN = 512
@@ -64,9 +66,10 @@ class ServeApp:
 def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
     """The application on a free port of this machine, stopped at the end."""
     # Heavy: they bring torch and vLLM's configuration into the driver.
+    from app.pipelines.serve import resolved
     from deployments import application
     from tests.bases import write_base
-    from tests.embedders import write_cross_encoder
+    from tests.embedders import write_cross_encoder, write_embedder
 
     tiny = home.root / "bases" / TINY
     if not tiny.is_dir():
@@ -74,6 +77,11 @@ def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
     reranker = home.root / "bases" / RERANKER
     if not reranker.is_dir():
         write_cross_encoder(reranker)
+    prompts = {"query": "query : ", "document": "passage : "}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_embedder(Path(scratch) / OUR_EMBEDDER, prompts=prompts, matryoshka=[8])
+        fact = VersionFact(name=OUR_EMBEDDER, kind="embedder", source_path=folder, base=EMBEDDER)
+        embedder = registry.register(fact).id
     config = ServeConfig.model_validate(
         {
             "gateway": {
@@ -92,10 +100,11 @@ def running(home: Home, registry: RegistryClient) -> Iterator[ServeApp]:
                 },
                 {"model": str(tiny), "max_model_len": MAX_MODEL_LEN, "dtype": "float32", "max_adapters": 4},
             ],
-            "embedding": {"model": EMBEDDER},
+            "embedding": [{"model": EMBEDDER}, {"model": embedder}],
             "reranking": {"model": str(reranker)},
         }
     )
+    config = resolved(config, home)
     url = application.run(config)
     try:
         with httpx.Client(base_url=url, timeout=ANSWER_WAIT_S) as http:

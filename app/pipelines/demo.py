@@ -58,7 +58,7 @@ class Summary:
 def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary], None] | None = None) -> Summary:
     """Turn the wheel once. `kept`, if given, is called while the application is up; it returns to end it."""
     serving, indexing = recipe.serve, recipe.index
-    if serving is None or not serving.llm or serving.embedding is None or indexing is None:
+    if serving is None or not serving.llm or not serving.embedding or indexing is None:
         raise ConfigError(
             f"The demo needs serve.llm, serve.embedding and index; {recipe.name!r} lacks one of them.",
             hint="Start from app/recipes/error-triage.yaml.",
@@ -87,7 +87,7 @@ def run(recipe: Recipe, home: Home, display: Display, *, kept: Callable[[Summary
     with connected() as session, ground(recipe, home, display) as standing:
         with display.stage("models"):
             stages.require_kind(standing)
-            base, _ = stages.models(standing, recipe.model.base, serving.embedding.model)
+            base, _ = stages.models(standing, recipe.model.base, serving.embedding[0].model)
         with display.stage("data"):
             data = stages.data(standing, base)
             functions = _functions(standing, indexing.source)

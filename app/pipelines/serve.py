@@ -12,19 +12,21 @@ from cluster.config import parse
 from cluster.progress import Progress, Sink
 from cluster.session import require_free_port
 from cluster.storage import Home
-from deployments import application
+from deployments import application, registered
 from deployments.config import ServeConfig
-from deployments.llm import registered
 
 
 def resolved(config: ServeConfig, home: Home) -> ServeConfig:
-    """`config` with the files of each registered whole model that an `llm.model` names."""
-    if not any(map(registered.may_be, config.llm)):
+    """`config` with the files of each registered version that an `llm.model` or an `embedding.model` names."""
+    if not any([*map(registered.may_be, config.llm), *map(registered.may_be, config.embedding)]):
         return config
     known = snapshot(read_state(home), root=home.versions)
-    bases = [registered.resolved(base, known) if registered.may_be(base) else base for base in config.llm]
+    found = {
+        "llm": tuple(registered.resolved(base, known) for base in config.llm),
+        "embedding": tuple(registered.resolved(embedder, known) for embedder in config.embedding),
+    }
     # Parsed again: only now it is known which names they are served by, and that these differ.
-    return parse(ServeConfig, {**dict(config), "llm": tuple(bases)}, source="The serve section")
+    return parse(ServeConfig, {**dict(config), **found}, source="The serve section")
 
 
 def deploy(config: ServeConfig, home: Home, sink: Sink) -> str:

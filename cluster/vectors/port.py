@@ -149,12 +149,16 @@ def require_collection_name(name: str) -> str:
 
 def require_same(existing: CollectionSpec, wanted: CollectionSpec) -> None:
     """`RequestError` 409 if a collection's rows were made by another model than `wanted` says."""
-    if existing == wanted:
-        return
+    if existing != wanted:
+        raise mismatch(existing, wanted)
+
+
+def mismatch(existing: CollectionSpec, wanted: CollectionSpec) -> RequestError:
+    """The 409 that says how the two differ, and what to do."""
     was = existing.fingerprint
     only_prompt = replace(was, prompt=wanted.fingerprint.prompt) == wanted.fingerprint
     back = f"Set serve.embedding.prompts.document to {was.prompt!r}" if only_prompt else "Serve the model that made it"
-    raise RequestError(
+    return RequestError(
         f"Collection {existing.name!r} holds vectors of {was}; "
         f"this embedder is {wanted.fingerprint}. They cannot be compared.",
         status=409,

@@ -63,15 +63,17 @@ class EmbeddingServer:
             wanted_dimensions=config.dimensions,
             device="cuda" if config.gpus else "cpu",
         )
+        # A version's folder has its digest for a name.
+        name = config.version or model.name
         fingerprint = Fingerprint(
-            model=model.name,
+            model=name,
             digest=model.digest,
             dimension=self._encoder.dimension,
             normalized=self._encoder.normalized,
             prompt=self._encoder.prompts.document,
         )
         self._info = EmbedderInfo(
-            name=model.name,
+            name=name,
             digest=model.digest,
             dimension=self._encoder.dimension,
             max_tokens=self._encoder.max_tokens,

@@ -31,7 +31,7 @@ from deployments.gateway.errors import fell_silent, out_of_time, problem
 from deployments.gateway.keys import Caller
 from deployments.gateway.limits import Limiter, Reservation, estimate, require_choices
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Base, Served, Target
+from deployments.gateway.models import Base, Encoder, Served, Target
 from deployments.gateway.ports import Collections, Engine
 from deployments.gateway.scope import VERSION_HEADER, RequestScope, Trace, read_body, trace_of
 from deployments.gateway.session import session_of
@@ -65,7 +65,8 @@ class Parts:
     metrics: GatewayMetrics
     backends: Mapping[str, Backend] = field(default_factory=dict)
     """One for each of `served.bases`, by name."""
-    embedder: Embedder | None = None
+    embedders: Mapping[str, Embedder] = field(default_factory=dict)
+    """One for each of `served.embedders`, by name."""
     reranker: Reranker | None = None
     collections: Collections | None = None
     limiter: Limiter = field(default_factory=Limiter)
@@ -336,18 +337,18 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: A
         input_type: InputType | None = None,
         dimensions: int | None = None,
         truncate: bool = False,
-    ) -> tuple[str, Embedded]:
+    ) -> tuple[Encoder, Embedded]:
         """The model that `name` is, and its vectors of `texts`; counted and charged."""
         model = models.embedder(parts.served, name)
-        if parts.embedder is None:
-            raise RequestError("This application serves no embedding model.", status=404, code="model_not_found")
         trace = trace_of(request)
-        trace.model = trace.version = model
+        trace.model, trace.version = model.name, model.version
         reservation = access.reserve_tokens(request, caller, estimated)
         async with asyncio.timeout(config.request_timeout_s):
-            made = await parts.embedder.embed(texts, input_type=input_type, dimensions=dimensions, truncate=truncate)
+            made = await parts.embedders[model.name].embed(
+                texts, input_type=input_type, dimensions=dimensions, truncate=truncate
+            )
         count = sum(made.tokens)
-        parts.metrics.tokens(model=model, version=model, prompt=count, completion=0)
+        parts.metrics.tokens(model=model.name, version=model.version, prompt=count, completion=0)
         trace.prompt_tokens = count
         reservation.settle(count)
         return model, made
@@ -369,9 +370,14 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: A
             truncate=body.truncate,
         )
         answer = await aside.run(
-            made.vectors.nbytes, schemas.embeddings_content, model, made.vectors, made.tokens, body.encoding_format
+            made.vectors.nbytes,
+            schemas.embeddings_content,
+            model.name,
+            made.vectors,
+            made.tokens,
+            body.encoding_format,
         )
-        return Response(answer, media_type="application/json", headers={VERSION_HEADER: model})
+        return Response(answer, media_type="application/json", headers={VERSION_HEADER: model.version})
 
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
@@ -383,9 +389,9 @@ def _add_embeddings(app: FastAPI, parts: Parts, config: GatewayConfig, access: A
         scores = similarity(made.vectors[: len(body.queries)], made.vectors[len(body.queries) :])
         request_id = f"score-{trace_of(request).request_id}"
         answer = schemas.score_response(
-            model, scores, sum(made.tokens), request_id=request_id, created=int(time.time())
+            model.name, scores, sum(made.tokens), request_id=request_id, created=int(time.time())
         )
-        return JSONResponse(answer, headers={VERSION_HEADER: model})
+        return JSONResponse(answer, headers={VERSION_HEADER: model.version})
 
 
 def _read(body_class: type[schemas.Body], content: bytes) -> tuple[schemas.Body, int]:
@@ -412,23 +418,23 @@ def _add_reranking(app: FastAPI, parts: Parts, config: GatewayConfig, access: Ac
         if parts.reranker is None:
             raise RequestError("This application serves no reranker.", status=404, code="model_not_found")
         trace = trace_of(request)
-        trace.model = trace.version = model
+        trace.model, trace.version = model.name, model.version
         reservation = access.reserve_tokens(request, caller, estimated)
         async with asyncio.timeout(config.request_timeout_s):
             made = await parts.reranker.rerank(body.query, body.texts, truncate=body.truncate)
         count = sum(made.tokens)
-        parts.metrics.tokens(model=model, version=model, prompt=count, completion=0)
+        parts.metrics.tokens(model=model.name, version=model.version, prompt=count, completion=0)
         trace.prompt_tokens = count
         reservation.settle(count)
         answer = schemas.rerank_response(
-            model,
+            model.name,
             made.scores,
             count,
             request_id=f"rerank-{trace.request_id}",
             top_n=body.top_n,
             documents=body.texts if body.return_documents else None,
         )
-        return JSONResponse(answer, headers={VERSION_HEADER: model})
+        return JSONResponse(answer, headers={VERSION_HEADER: model.version})
 
 
 def _pairs(content: bytes) -> tuple[schemas.RerankBody, int]:
@@ -475,11 +481,9 @@ def _add_operations(app: FastAPI, parts: Parts, access: Access) -> None:
     @app.get("/healthz")
     async def health() -> Response:
         checks = {base.part: _base_state(parts, base) for base in parts.served.bases}
-        checks |= {
-            name: _state(part)
-            for name, part in (("embedding", parts.embedder), ("reranking", parts.reranker))
-            if part is not None
-        }
+        checks |= {one.part: _state(parts.embedders[one.name]) for one in parts.served.embedders}
+        if parts.reranker is not None:
+            checks["reranking"] = _state(parts.reranker)
         found = dict(zip(checks, await asyncio.gather(*checks.values()), strict=True))
         # The registry may be away: the last snapshot serves on, so that alone makes nothing unwell.
         status = _worst(state.get("status", "unavailable" if "error" in state else "ok") for state in found.values())

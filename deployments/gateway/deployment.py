@@ -18,7 +18,7 @@ from deployments.gateway.config import GatewayConfig
 from deployments.gateway.handles import CollectionsHandle, EngineHandle
 from deployments.gateway.limits import Limiter
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Base, Served
+from deployments.gateway.models import Base, Encoder, Served
 from deployments.gateway.placement import Dispatcher
 from deployments.gateway.usage import KeyUsage
 from deployments.llm.config import LLMConfig
@@ -39,7 +39,7 @@ class Gateway:
         self,
         config: ServeConfig,
         engines: dict[str, DeploymentHandle],
-        embedding: DeploymentHandle | None,
+        embedders: dict[str, DeploymentHandle],
         search: DeploymentHandle | None,
         reranking: DeploymentHandle | None = None,
     ) -> None:
@@ -56,14 +56,19 @@ class Gateway:
                     Base(base.served_as, part=part, version=base.version, max_model_len=base.max_model_len)
                     for part, base in config.engines.items()
                 ),
-                embedder=config.embedding.served_as if config.embedding else None,
-                reranker=config.reranking.served_as if config.reranking else None,
+                embedders=tuple(
+                    Encoder(embedder.served_as, part=part, registered=embedder.version)
+                    for part, embedder in config.embedders.items()
+                ),
+                reranker=Encoder(config.reranking.served_as, part="reranking") if config.reranking else None,
                 started=int(time.time()),
             ),
             feed=feed,
             metrics=GatewayMetrics(),
             backends={name: Backend(engine, admission) for name, (engine, admission) in behind.items()},
-            embedder=HandleEmbedder(embedding) if embedding else None,
+            embedders={
+                embedder.served_as: HandleEmbedder(embedders[part]) for part, embedder in config.embedders.items()
+            },
             reranker=HandleReranker(reranking) if reranking else None,
             collections=CollectionsHandle(search) if search else None,
             limiter=self._limiter,

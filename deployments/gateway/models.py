@@ -5,7 +5,7 @@ smollm2-135m-instruct:error-triage             the adapter that alias `champion`
                                                their shares of its traffic
 smollm2-135m-instruct:error-triage@candidate   … that another alias stands at
 smollm2-135m-instruct:error-triage/3           exactly this version
-all-minilm-l6-v2                               the embedder; likewise the reranker
+all-minilm-l6-v2                               an embedder; likewise the reranker
 
 An application may serve several bases. An adapter is asked for on the base that it was trained on, and on no other.
 No name is altered on the way: case, blanks and look-alike letters count.
@@ -43,12 +43,28 @@ class Base:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """An embedder or a reranker, by the name that clients use."""
+
+    name: str
+    part: str = "embedding"
+    """Its Serve deployment, by which health calls it."""
+    registered: str | None = None
+    """The registered version that it is, if it is one."""
+
+    @property
+    def version(self) -> str:
+        """The immutable name of what answers."""
+        return self.registered or self.name
+
+
+@dataclass(frozen=True)
 class Served:
     """The models that this application runs. Their names differ (`ServeConfig` sees to it)."""
 
     bases: tuple[Base, ...] = ()
-    embedder: str | None = None
-    reranker: str | None = None
+    embedders: tuple[Encoder, ...] = ()
+    reranker: Encoder | None = None
     started: int = 0
     """Unix time; OpenAI's cards want one."""
 
@@ -58,8 +74,17 @@ class Served:
 
     @property
     def names(self) -> list[str]:
-        """Bases in the order of the config, then the embedder and the reranker."""
-        return [*(base.name for base in self.bases), *filter(None, (self.embedder, self.reranker))]
+        """Bases in the order of the config, then embedders and the reranker."""
+        return [*(base.name for base in self.bases), *(encoder.name for encoder in self.encoders)]
+
+    @property
+    def encoders(self) -> tuple[Encoder, ...]:
+        """Embedders, and the reranker."""
+        return (*self.embedders, *filter(None, [self.reranker]))
+
+    def embedder(self, name: str) -> Encoder | None:
+        """The embedder of that name."""
+        return next((embedder for embedder in self.embedders if embedder.name == name), None)
 
 
 @dataclass(frozen=True)
@@ -83,9 +108,9 @@ def generator(served: Served, snapshot: Snapshot, name: str, *, key: str | None 
     `RequestError` 404 (`model_not_found`), or 400 if it is no generator.
     """
     base_name, colon, reference = name.partition(":")
-    if not colon and name == served.embedder:
+    if served.embedder(name):
         raise _not_for_this(f"{name!r} makes embeddings, not text.", hint="Use /v1/embeddings.")
-    if not colon and name == served.reranker:
+    if served.reranker and name == served.reranker.name:
         raise _not_for_this(f"{name!r} ranks documents and makes no text.", hint="Use /v1/rerank.")
     base = served.base(base_name)
     if base is None:
@@ -122,24 +147,24 @@ def only_base(served: Served) -> str:
             )
 
 
-def embedder(served: Served, name: str) -> str:
-    """`name`, if it is the embedder; `RequestError` otherwise."""
-    if name == served.embedder:
-        return name
-    hint = f"Use {served.embedder!r}." if served.embedder else None
+def embedder(served: Served, name: str) -> Encoder:
+    """The embedder `name`; `RequestError` if it is none."""
+    if found := served.embedder(name):
+        return found
+    hint = f"Use {' or '.join(repr(one.name) for one in served.embedders)}." if served.embedders else None
     if served.base(name.partition(":")[0]):
         raise _not_for_this(f"{name!r} makes text, not embeddings.", hint=hint)
-    if name == served.reranker:
+    if served.reranker and name == served.reranker.name:
         raise _not_for_this(f"{name!r} ranks documents and makes no embeddings.", hint=hint)
     raise _unknown(name, served.names)
 
 
-def reranker(served: Served, name: str) -> str:
-    """`name`, if it is the reranker; `RequestError` otherwise."""
-    if name == served.reranker:
-        return name
-    if name == served.embedder or served.base(name.partition(":")[0]):
-        hint = f"Use {served.reranker!r}." if served.reranker else "This application serves no reranker."
+def reranker(served: Served, name: str) -> Encoder:
+    """The reranker, if `name` is its; `RequestError` otherwise."""
+    if served.reranker and name == served.reranker.name:
+        return served.reranker
+    if served.embedder(name) or served.base(name.partition(":")[0]):
+        hint = f"Use {served.reranker.name!r}." if served.reranker else "This application serves no reranker."
         raise _not_for_this(f"{name!r} is no reranker.", hint=hint)
     raise _unknown(name, served.names)
 
@@ -147,7 +172,7 @@ def reranker(served: Served, name: str) -> str:
 def cards(served: Served, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Every name that can be asked for. `parent` is the base; `root` is the immutable name that answers."""
     found = [card for base in served.bases for card in _cards_of(served, base, snapshot)]
-    found += [_card(served, name, root=name) for name in (served.embedder, served.reranker) if name is not None]
+    found += [_card(served, encoder.name, root=encoder.version) for encoder in served.encoders]
     return found
 
 

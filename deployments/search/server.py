@@ -14,12 +14,13 @@ from ray.serve.handle import DeploymentHandle
 from cluster import environment
 from cluster.storage import Home
 from cluster.vectors import VectorStore, open_store
-from cluster.vectors.port import Scalar, require_same
+from cluster.vectors.port import Scalar
 from deployments.embedding.handle import HandleEmbedder
 from deployments.embedding.port import Embedder
 from deployments.search import collections
 from deployments.search.collections import Document, Hit
 from deployments.search.config import SearchConfig
+from deployments.search.embedders import Embedders
 from deployments.search.writer import Writer
 
 NAME = "search"
@@ -27,8 +28,8 @@ ONGOING_REQUESTS = 64
 """Calls that the replica has in hand; they wait for the embedder and the store."""
 
 
-def build(config: SearchConfig, embedding: Application) -> Application:
-    """The deployment of all collections, over the embedding deployment."""
+def build(config: SearchConfig, embedders: Sequence[Application]) -> Application:
+    """The deployment of all collections, over the embedding deployments; new collections are the first's."""
     return (
         serve.deployment(SearchServer)
         .options(
@@ -37,33 +38,35 @@ def build(config: SearchConfig, embedding: Application) -> Application:
             max_surge_percent=100,  # an update leaves no gap
             ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment.for_workers()}},
         )
-        .bind(config, embedding)
+        .bind(config, embedders)
     )
 
 
 class SearchServer:
     """Documents in, hits out. Every method raises `cluster.errors` only.
 
-    `embedder` is a Serve handle or anything that keeps the port; without a `store`, the one that `config`
-    names is opened at the first call that needs it.
+    `embedders` are Serve handles or anything that keeps the port: a collection is of the one that made it, a new one
+    of the first. Without a `store`, the one that `config` names is opened at the first call that needs it.
     """
 
     def __init__(
         self,
         config: SearchConfig,
-        embedder: Embedder | DeploymentHandle,
+        embedders: Sequence[Embedder | DeploymentHandle],
         store: VectorStore | None = None,
         home: Home | None = None,
     ) -> None:
         self._config = config
-        self._embedder: Embedder = HandleEmbedder(embedder) if isinstance(embedder, DeploymentHandle) else embedder
+        self._embedders = Embedders(
+            [HandleEmbedder(one) if isinstance(one, DeploymentHandle) else one for one in embedders]
+        )
         self._store: VectorStore = store or open_store(
             config.uri,
             home or Home.current(),
             max_batch_bytes=config.max_insert_bytes,
             consistency_level=config.consistency,
         )
-        self._writer = Writer(self._embedder, self._store)
+        self._writer = Writer(self._embedders, self._store)
 
     async def write(
         self,
@@ -97,8 +100,9 @@ class SearchServer:
         that is empty or too long.
         """
         existing = await asyncio.to_thread(self._store.describe, collection)
-        embedded = await self._embedder.embed(queries, input_type="query")
-        require_same(existing, collections.spec(collection, embedded.fingerprint))
+        embedder = await self._embedders.of(existing)
+        embedded = await embedder.embed(queries, input_type="query")
+        self._embedders.require_same(existing, embedded.fingerprint)
         found = await asyncio.to_thread(self._store.search, collection, embedded.vectors, k, where=filter)
         return [collections.hits(matches) for matches in found]
 

@@ -20,7 +20,7 @@ from cluster.models import obtain
 from cluster.signing import signature_path
 from tests.adapters import write_adapter
 from tests.processes import of_home
-from tests.serving import BASE, EMBEDDER, MAX_LORA_RANK, MAX_MODEL_LEN, RERANKER, ServeApp
+from tests.serving import BASE, EMBEDDER, MAX_LORA_RANK, MAX_MODEL_LEN, OUR_EMBEDDER, RERANKER, ServeApp
 
 pytestmark = pytest.mark.serve
 
@@ -145,6 +145,22 @@ def test_embeddings_in_both_encodings_are_the_same_unit_vectors(serve_app: Serve
     assert floats.usage.prompt_tokens == floats.usage.total_tokens > 12
     alone = serve_app.sdk.embeddings.create(model=EMBEDDER, input=texts[0])
     np.testing.assert_allclose(alone.data[0].embedding, floats.data[0].embedding, atol=1e-4)
+
+
+def test_a_registered_embedder_answers_beside_it_with_prompts_and_shorter_vectors(serve_app: ServeApp) -> None:
+    def ask(**more: Any) -> Any:
+        return serve_app.sdk.embeddings.with_raw_response.create(model=OUR_EMBEDDER, input=["read a file"], **more)
+
+    plain, query = ask(), ask(extra_body={"input_type": "query"})
+    assert plain.headers["x-flywheel-version"].startswith(f"{OUR_EMBEDDER}/")
+    assert len(plain.parse().data[0].embedding) == 32
+    assert plain.parse().data[0].embedding != query.parse().data[0].embedding
+    whole, short = (np.array(one.parse().data[0].embedding) for one in (plain, ask(dimensions=8)))
+    np.testing.assert_allclose(short, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-5)
+    with pytest.raises(openai.BadRequestError, match="it has 32, 8"):
+        ask(dimensions=16)
+    checks = serve_app.http.get("/healthz").json()
+    assert checks[f"embedding-{OUR_EMBEDDER}"]["dimensions_offered"] == [32, 8]
 
 
 def test_tokens_and_scores(serve_app: ServeApp, versions: list[Version]) -> None:

@@ -36,6 +36,16 @@ def test_one_base_is_a_mapping_and_several_are_a_list(written: Any, names: list[
     assert ServeConfig.model_validate(dumped) == config
 
 
+def test_so_are_embedders_and_the_first_keeps_its_name() -> None:
+    minilm, e5 = {"model": "minilm", "dtype": "bfloat16"}, {"model": "intfloat/E5-small"}
+    alone, two = serve(embedding=minilm), serve(embedding=[minilm, e5])
+    assert alone.model_dump(mode="json")["embedding"]["model"] == "minilm"
+    assert ServeConfig.model_validate(two.model_dump(mode="json")) == two
+    named = {name: one.served_as for name, one in two.embedders.items()}
+    assert named == {"embedding": "minilm", "embedding-e5-small": "e5-small"}
+    assert two.embedders["embedding"] == alone.embedders["embedding"]
+
+
 def test_deployments_are_named_after_their_bases_and_the_first_stays_what_it_was() -> None:
     alone, two = serve(llm=SMOL), serve(llm=[SMOL, LLAMA])
     assert list(alone.engines) == ["llm"]
@@ -50,6 +60,7 @@ def test_deployments_are_named_after_their_bases_and_the_first_stays_what_it_was
         ({"llm": [{"model": "a/Same"}, {"model": "b/same"}]}, "'a/Same'", "'b/same'"),
         ({"llm": [{"model": "tickets@champion"}, {"model": "tickets@candidate"}]}, "@champion", "@candidate"),
         ({"llm": SMOL, "embedding": {"model": "x/Smol"}}, "llm.model 'smol'", "embedding.model 'x/Smol'"),
+        ({"embedding": [{"model": "a/M"}, {"model": "m@new"}]}, "embedding.model 'a/M'", "embedding.model 'm@new'"),
         ({"embedding": {"model": "a/M"}, "reranking": {"model": "b/m"}}, "embedding.model 'a/M'", "reranking.model"),
     ],
 )

@@ -39,7 +39,7 @@ DOCUMENTS = [
 @pytest.fixture(scope="module")
 def search(serve_app: ServeApp) -> Iterator[Any]:
     embedding = build_embedding(EmbeddingConfig(model="all-minilm-l6-v2"))
-    handle = serve.run(build_search(SearchConfig(), embedding), name=APPLICATION, route_prefix=None)
+    handle = serve.run(build_search(SearchConfig(), [embedding]), name=APPLICATION, route_prefix=None)
     yield handle
     handle.drop.remote("functions").result(timeout_s=60)
     serve.delete(APPLICATION)

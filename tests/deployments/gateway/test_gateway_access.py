@@ -25,7 +25,7 @@ from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.limits import Limiter
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Base, Served
+from deployments.gateway.models import Base, Encoder, Served
 from deployments.gateway.scope import Trace
 from deployments.snapshot import SnapshotFeed
 
@@ -70,11 +70,11 @@ async def gate() -> AsyncIterator[Gate]:
     await feed.start(wait_s=0.5)
     limiter = Limiter(clock_ns=lambda: 0)  # nothing refills while a test runs
     parts = Parts(
-        Served((Base("smol"),), "minilm"),
+        Served((Base("smol"),), (Encoder("minilm"),)),
         feed,
         GatewayMetrics(),
         {"smol": Backend(engine, Admission.of(GatewayConfig()))},
-        HashEmbedder(dimension=8, max_tokens=32),
+        {"minilm": HashEmbedder(dimension=8, max_tokens=32)},
         limiter=limiter,
     )
     app = create_app(parts, GatewayConfig(max_request_bytes=4096, request_timeout_s=0.4))

@@ -23,7 +23,7 @@ from deployments.gateway.aside import SMALL_BYTES
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Base, Served
+from deployments.gateway.models import Base, Encoder, Served
 from deployments.gateway.usage import Usage
 from deployments.reranking.overlap import WordOverlap
 from deployments.snapshot import SnapshotFeed
@@ -67,8 +67,15 @@ async def stand() -> AsyncIterator[Stand]:
         max_waiting_per_caller=2,
     )
     admission = Admission.of(config)
-    served, backends = Served((Base("smol"),), "minilm", "cross"), {"smol": Backend(engine, admission)}
-    parts = Parts(served, feed, GatewayMetrics(usage), backends, embedder(), WordOverlap(name="cross", max_tokens=16))
+    served = Served((Base("smol"),), (Encoder("minilm"), Encoder("e5", "embedding-e5", "e5/3")), Encoder("cross"))
+    parts = Parts(
+        served,
+        feed,
+        GatewayMetrics(usage),
+        {"smol": Backend(engine, admission)},
+        {"minilm": embedder(), "e5": HashEmbedder(name="e5", dimension=16)},
+        WordOverlap(name="cross", max_tokens=16),
+    )
     app = create_app(parts, config)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
     sdk = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http, max_retries=0)
@@ -195,6 +202,16 @@ async def test_embeddings_are_the_same_numbers_in_both_encodings(stand: Stand) -
     assert floats.usage.prompt_tokens == 3
     assert (await stand.sdk.embeddings.create(model="minilm", input=[[1, 2, 3]])).usage.total_tokens == 3
     assert len((await stand.sdk.embeddings.create(model="minilm", input="a", dimensions=8)).data[0].embedding) == 8
+
+
+async def test_each_embedder_answers_to_its_own_name_and_says_its_version(stand: Stand) -> None:
+    for name, dimension, version in (("minilm", 8, "minilm"), ("e5", 16, "e5/3")):
+        made = await stand.sdk.embeddings.with_raw_response.create(model=name, input="a")
+        assert made.headers["x-flywheel-version"] == version
+        answer = made.parse()
+        assert (answer.model, len(answer.data[0].embedding)) == (name, dimension)
+    parts = (await stand.http.get("/healthz")).json()
+    assert (parts["embedding"]["model"], parts["embedding-e5"]["model"]) == ("hashing", "e5")
 
 
 async def test_vectors_are_cut_and_normalised_again(stand: Stand) -> None:

@@ -17,7 +17,7 @@ from deployments.gateway.app import Backend, Parts, create_app
 from deployments.gateway.config import GatewayConfig
 from deployments.gateway.echo import EchoEngine, PushedSnapshots
 from deployments.gateway.metrics import GatewayMetrics
-from deployments.gateway.models import Base, Served
+from deployments.gateway.models import Base, Encoder, Served
 from deployments.snapshot import SnapshotFeed
 
 ROUTES = [
@@ -50,9 +50,11 @@ async def two() -> AsyncIterator[Two]:
     await feed.start(wait_s=0.5)
     engines = {"smol": EchoEngine(), "llama": EchoEngine()}
     backends = {name: Backend(engine, Admission.of(CONFIG)) for name, engine in engines.items()}
-    served = Served((Base("smol", max_model_len=128), Base("llama", part="llm-llama", max_model_len=64)), "minilm")
+    served = Served(
+        (Base("smol", max_model_len=128), Base("llama", part="llm-llama", max_model_len=64)), (Encoder("minilm"),)
+    )
     embedder = HashEmbedder(dimension=8, max_tokens=32)
-    app = create_app(Parts(served, feed, GatewayMetrics(), backends, embedder), CONFIG)
+    app = create_app(Parts(served, feed, GatewayMetrics(), backends, {"minilm": embedder}), CONFIG)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
         yield Two(http, engines)
     assert [(one.admission.running, one.admission.waiting) for one in backends.values()] == [(0, 0)] * 2

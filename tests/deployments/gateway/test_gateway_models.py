@@ -5,9 +5,9 @@ import pytest
 
 from actors.registry.snapshot import Route, Snapshot
 from cluster.errors import RequestError
-from deployments.gateway.models import Base, Served, card, cards, embedder, generator, only_base, reranker
+from deployments.gateway.models import Base, Encoder, Served, card, cards, embedder, generator, only_base, reranker
 
-SERVED = Served((Base("smol", max_model_len=128),), embedder="minilm", started=7)
+SERVED = Served((Base("smol", max_model_len=128),), embedders=(Encoder("minilm"),), started=7)
 
 
 def route(name: str, version: int, *, kind: str = "adapter", base: str = "smol") -> Route:
@@ -192,14 +192,17 @@ def test_each_name_means_one_version_or_its_refusal_says_what_there_is(name: str
 
 
 def test_each_kind_of_model_answers_to_its_own_route() -> None:
-    served = Served((Base("smol"),), embedder="minilm", reranker="cross")
-    assert (embedder(served, "minilm"), reranker(served, "cross")) == ("minilm", "cross")
-    assert [one["id"] for one in cards(served, Snapshot())] == served.names == ["smol", "minilm", "cross"]
-    assert card(served, Snapshot(), "cross")["root"] == "cross"
+    served = Served(
+        (Base("smol"),), embedders=(Encoder("minilm"), Encoder("e5", registered="e5/3")), reranker=Encoder("cross")
+    )
+    assert [embedder(served, name).version for name in ("minilm", "e5")] == ["minilm", "e5/3"]
+    assert reranker(served, "cross").version == "cross"
+    assert [one["id"] for one in cards(served, Snapshot())] == served.names == ["smol", "minilm", "e5", "cross"]
+    assert card(served, Snapshot(), "e5")["root"] == "e5/3"
     for ask, name, hint in (
         (reranker, "minilm", "'cross'"),
         (reranker, "smol:triage", "'cross'"),
-        (embedder, "cross", "'minilm'"),
+        (embedder, "cross", "'minilm' or 'e5'"),
         (lambda of, name: generator(of, Snapshot(), name), "cross", "/v1/rerank"),
     ):
         with pytest.raises(RequestError) as caught:
@@ -216,7 +219,7 @@ def test_the_only_base_needs_no_name_and_several_do() -> None:
     with pytest.raises(RequestError) as several:
         only_base(Served((Base("smol"), Base("llama"))))
     with pytest.raises(RequestError) as none:
-        only_base(Served(embedder="minilm"))
+        only_base(Served(embedders=(Encoder("minilm"),)))
     assert (several.value.status, several.value.param, none.value.status) == (400, "model", 404)
     assert "smol, llama" in str(several.value.hint)
 

@@ -1,5 +1,6 @@
 """Documents in and hits out, over the shipped fakes of embedder and store."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from cluster.errors import CapacityError, RequestError
 from cluster.vectors import MemoryVectors
 from deployments.embedding.hashing import HashEmbedder
-from deployments.embedding.port import Embedded, Inputs
+from deployments.embedding.port import Embedded, EmbedderInfo, Inputs
 from deployments.embedding.prompts import Prompts
 from deployments.search.collections import Document
 from deployments.search.config import SearchConfig
@@ -21,7 +22,7 @@ DOCUMENTS = [
 
 
 def server(store: MemoryVectors | None = None, embedder: HashEmbedder | None = None, **config: Any) -> SearchServer:
-    return SearchServer(SearchConfig(**config), embedder or HashEmbedder(max_tokens=16), store or MemoryVectors())
+    return SearchServer(SearchConfig(**config), [embedder or HashEmbedder(max_tokens=16)], store or MemoryVectors())
 
 
 async def test_documents_that_were_written_are_found() -> None:
@@ -86,6 +87,63 @@ async def test_another_model_may_neither_write_nor_search() -> None:
             await call
         assert (caught.value.status, caught.value.code) == (409, "fingerprint_mismatch")
     assert store.count("functions") == 3
+
+
+class GoneEmbedder(HashEmbedder):
+    """Is not there."""
+
+    async def info(self) -> EmbedderInfo:
+        raise CapacityError("gone")
+
+
+async def test_a_collection_is_of_the_embedder_that_made_it_and_a_new_one_of_the_first() -> None:
+    store, first, other = MemoryVectors(), HashEmbedder(max_tokens=16), HashEmbedder(name="other", dimension=32)
+    await server(store, other).write("theirs", DOCUMENTS)
+    both = SearchServer(SearchConfig(), [first, other], store)
+    await both.write("ours", DOCUMENTS)
+    await both.write("theirs", [Document("more", "open a window")])
+    assert [(await both.describe(name))["model"] for name in ("ours", "theirs")] == ["hashing", "other"]
+    for name in ("ours", "theirs"):
+        assert (await both.search(name, "sort numbers", 1))[0]["id"] == "sort"
+    assert (await both.search("theirs", "window", 1))[0]["id"] == "more"
+
+    third = SearchServer(SearchConfig(), [HashEmbedder(name="a"), HashEmbedder(name="b")], store)
+    with pytest.raises(RequestError) as caught:
+        await third.search("ours", "sort")
+    assert caught.value.code == "fingerprint_mismatch"
+    silent = SearchServer(SearchConfig(), [HashEmbedder(name="a"), GoneEmbedder()], store)
+    with pytest.raises(CapacityError, match="gone"):
+        await silent.write("ours", DOCUMENTS)
+
+
+@dataclass
+class Redeployed:
+    """A handle: what is behind it changes."""
+
+    now: HashEmbedder
+
+    async def embed(self, texts: Inputs, **options: Any) -> Embedded:
+        return await self.now.embed(texts, **options)
+
+    async def info(self) -> EmbedderInfo:
+        return await self.now.info()
+
+    async def describe(self) -> dict[str, Any]:
+        return await self.now.describe()
+
+
+async def test_an_embedder_that_serves_another_model_by_now_is_noticed() -> None:
+    first, other = Redeployed(HashEmbedder()), Redeployed(HashEmbedder(name="other"))
+    both = SearchServer(SearchConfig(), [first, other], MemoryVectors())
+    await both.write("ours", DOCUMENTS)
+    await both.search("ours", "sort")
+    first.now = HashEmbedder(name="new")
+    for _ in range(2):
+        with pytest.raises(RequestError) as caught:
+            await both.search("ours", "sort")
+        assert caught.value.code == "fingerprint_mismatch"
+    other.now = HashEmbedder()
+    assert (await both.search("ours", "sort numbers", 1))[0]["id"] == "sort"
 
 
 async def test_a_prompt_for_queries_finds_what_was_written_without_one() -> None:

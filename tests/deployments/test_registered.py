@@ -1,4 +1,4 @@
-"""What `llm.model` means where it may name a version of the registry."""
+"""What `llm.model` and `embedding.model` mean where they may name a version of the registry."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 
 from actors.registry.snapshot import Kind, Route, Snapshot
 from cluster.errors import ConfigError, FlywheelError, RequestError
-from deployments.llm import registered
+from deployments import registered
+from deployments.embedding.config import EmbeddingConfig
 from deployments.llm.config import LLMConfig
 
 
@@ -16,7 +17,7 @@ def route(name: str, number: int, kind: Kind = "model") -> Route:
 
 KNOWN = Snapshot.of_routes(
     [route("tickets", 2), route("tickets", 3), route("triage", 1, "adapter"), route("minilm", 1, "embedder")],
-    {"tickets@champion": 2, "tickets@canary": 3},
+    {"tickets@champion": 2, "tickets@canary": 3, "minilm@champion": 1},
     root=Path("/home/versions"),
 )
 
@@ -29,6 +30,16 @@ def test_a_registered_model_is_served_from_its_folder_under_its_name(reference: 
     found = registered.resolved(LLMConfig(model=reference), KNOWN)
     assert (found.model, found.version) == (f"/home/versions/tickets/{version:012x}", f"tickets/{version}")
     assert found.served_as == "tickets"
+
+
+@pytest.mark.parametrize("reference", ["minilm", "minilm/1"])
+def test_so_is_a_registered_embedder(reference: str) -> None:
+    found = registered.resolved(EmbeddingConfig(model=reference), KNOWN)
+    assert (found.model, found.version) == ("/home/versions/minilm/000000000001", "minilm/1")
+    assert found.served_as == "minilm"
+    assert EmbeddingConfig(model="minilm@champion").served_as == "minilm"
+    with pytest.raises(ConfigError, match=r"embedding\.model 'tickets/3' is the model tickets/3 .* not an embedder"):
+        registered.resolved(EmbeddingConfig(model="tickets/3"), KNOWN)
 
 
 @pytest.mark.parametrize("model", ["owner/smol", "smollm2-135m-instruct", "owner/3"])
