@@ -24,7 +24,7 @@ class GatewayConfig(Config):
     max_request_bytes: int = Field(default=8 << 20, ge=1024)
     max_held_bytes: int = Field(default=128 << 20, ge=1024)
     """Bodies of all requests that one gateway replica has, as they came, and answers that are on their way out. The
-    next is told 429. Read, a text takes as much again, and a token id up to seven times what it took."""
+    next is told 429. Read, a text takes as much again, and a token id up to nine times what it took."""
     max_choices: int = Field(default=128, ge=1)
     """Answers that one generation may ask for: `n` to each of its prompts."""
     max_running: int = Field(default=64, ge=1)

@@ -64,6 +64,36 @@ async def test_vectors_are_those_of_encode_whatever_the_batch(
     assert together.tokens == [len(ids) for ids in reference.tokenizer(texts)["input_ids"]]
 
 
+POOL = [
+    "",
+    "a",
+    "def read(path):\n    return path.read_text()\n",
+    "Zürich, 東京 and 🚀",
+    *some_texts(8, longest=40, seed=5),
+    "word " * 254,  # exactly as long as the model reads
+    "word " * 255,
+    "a longer one, cut in the middle of a word " * 40,
+]
+
+
+@pytest.fixture(scope="module")
+def pool_vectors(reference: SentenceTransformer) -> Vectors:
+    """[N, 384] of the whole pool in one `encode`."""
+    return np.asarray(reference.encode(POOL, batch_size=len(POOL)), dtype=np.float32)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls=st.lists(st.lists(st.sampled_from(range(len(POOL))), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_online_vectors_are_those_of_one_batch_for_any_composition(
+    server: EmbeddingServer, pool_vectors: Vectors, calls: list[list[int]]
+) -> None:
+    async def all_at_once() -> list[Embedded]:
+        return await asyncio.gather(*(server.embed([POOL[at] for at in call], truncate=True) for call in calls))
+
+    for call, made in zip(calls, asyncio.run(all_at_once()), strict=True):
+        assert cosine_loss(made.vectors, pool_vectors[call]) < 1e-5
+
+
 async def test_token_ids_give_the_vectors_of_their_texts(
     server: EmbeddingServer, reference: SentenceTransformer
 ) -> None:
