@@ -53,8 +53,10 @@ def canonical(name: str) -> str:
     return name.replace(".default.", ".") if ".lora_" in name else name
 
 
-def attach(model: Any, config: AdapterConfig, *, base_name: str, seed: int) -> Any:
+def attach(model: Any, config: AdapterConfig, *, base_name: str, seed: int, task: str = "CAUSAL_LM") -> Any:
     """`model` as a PEFT model with a fresh adapter in fp32; equal seeds give equal adapters.
+
+    `task` is PEFT's name of what the base does.
 
     The adapter's weights stay in fp32 also beside a bf16 base: at the small learning rates of a schedule's end
     bf16 would round the updates away. Autocast runs its matrix products in bf16.
@@ -65,7 +67,7 @@ def attach(model: Any, config: AdapterConfig, *, base_name: str, seed: int) -> A
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules),
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
     try:
         adapted = get_peft_model(model, lora)

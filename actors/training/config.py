@@ -2,9 +2,9 @@
 
 import math
 import re
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from cluster.config import Config
 
@@ -14,10 +14,83 @@ _YEAR_S: Final = 365 * 86400.0
 """Bound of times: waits of threads and of collectives overflow above some centuries, and JSON knows no infinity."""
 
 
-class ObjectiveConfig(Config):
-    """What is learned."""
+class SftConfig(Config):
+    """Learn to write the completions of a causal language model."""
 
     kind: Literal["sft"] = "sft"
+
+
+class MatryoshkaConfig(Config):
+    """The same loss at several lengths of a vector, so that its beginning can stand for it (arXiv:2205.13147)."""
+
+    dims: Annotated[tuple[Annotated[int, Field(ge=1, le=_MOST)], ...], Field(min_length=1)]
+    """Numbers that are kept of each vector; the whole vector is learned from only if its length is among them."""
+    weights: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None
+    """What the loss at each of `dims` is multiplied with; unset: 1."""
+
+    @model_validator(mode="after")
+    def _one_weight_each(self) -> Self:
+        if len(set(self.dims)) < len(self.dims):
+            raise ValueError(f"dims {list(self.dims)} name a length twice")
+        if self.weights is not None and len(self.weights) != len(self.dims):
+            raise ValueError(f"{len(self.weights)} weights for {len(self.dims)} dims: give one for each, or none")
+        return self
+
+
+class ContrastiveConfig(Config):
+    """Learn that a query is nearer to its positives than to anything else; for bases that make embeddings.
+
+    `multiple_negatives`: the positive against all other documents of the global batch (InfoNCE; Oord et al. 2018,
+    arXiv:1807.03748). `triplet`: the positive against each negative of its own row, by a margin.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    kind: Literal["contrastive"]
+    loss: Literal["multiple_negatives", "triplet"] = "multiple_negatives"
+    temperature: float | None = Field(default=None, gt=0)
+    """What cosines are divided by, of multiple_negatives. Unset, with `scale` unset too: 0.05."""
+    scale: float | None = Field(default=None, gt=0)
+    """1 / temperature, for those who know it by this name."""
+    margin: float | None = Field(default=None, gt=0)
+    """By how much a negative has to be farther away than the positive, of triplet. Unset: 0.2."""
+    distance: Literal["cosine", "euclidean", "manhattan"] | None = None
+    """Of triplet. Unset: cosine, which is 1 - the cosine."""
+    matryoshka: MatryoshkaConfig | None = None
+
+    @property
+    def factor(self) -> float:
+        """What cosines are multiplied with."""
+        return self.scale if self.scale is not None else 1 / (self.temperature or 0.05)
+
+    @model_validator(mode="after")
+    def _speaks_of_its_loss(self) -> Self:
+        if self.temperature is not None and self.scale is not None:
+            raise ValueError(
+                f"temperature {self.temperature} and scale {self.scale} say one thing twice: leave one out"
+            )
+        others = {"multiple_negatives": ("margin", "distance"), "triplet": ("temperature", "scale")}[self.loss]
+        for name in others:
+            if getattr(self, name) is not None:
+                other = "triplet" if self.loss == "multiple_negatives" else "multiple_negatives"
+                raise ValueError(f"{name} {getattr(self, name)} is of loss {other}; loss is {self.loss}")
+        return self
+
+
+def _objective_kind(given: Any) -> str:
+    """`{}` and settings without a kind are sft, as they were when there was no other."""
+    return str(given.get("kind", "sft") if isinstance(given, dict) else getattr(given, "kind", "sft"))
+
+
+ObjectiveConfig = Annotated[
+    Annotated[SftConfig, Tag("sft")] | Annotated[ContrastiveConfig, Tag("contrastive")],
+    Discriminator(
+        _objective_kind,
+        custom_error_type="objective_kind",
+        custom_error_message="there is no objective of that kind; use sft or contrastive",
+    ),
+]
+"""What is learned."""
 
 
 class AdapterConfig(Config):
@@ -117,9 +190,12 @@ class OptimizerConfig(Config):
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
     global_batch_size: int = Field(default=8, ge=1)
-    """Sequences per optimizer step over all workers; the same whatever the number of workers."""
+    """Rows per optimizer step over all workers; the same whatever the number of workers.
+
+    Sequences of sft. Pairs of contrastive: the pool that each query is contrasted against is the whole global batch,
+    with all its negatives, also where other workers or other micro-batches hold them."""
     micro_batch_size: int = Field(default=1, ge=1)
-    """Sequences per forward pass of one worker; accumulation makes up the rest."""
+    """Rows per forward pass of one worker; accumulation makes up the rest. Changes memory and speed, not the loss."""
     max_grad_norm: float = Field(default=1.0, gt=0)
 
 
@@ -195,7 +271,7 @@ class ElasticConfig(Config):
 class TrainConfig(Config):
     """All that the training stage reads."""
 
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: ObjectiveConfig = SftConfig()
     adapter: AdapterConfig = AdapterConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -220,6 +296,26 @@ class TrainConfig(Config):
             raise ValueError(
                 "compile with strategy zero3: zero3 gathers each weight in hooks of Python, which torch.compile "
                 "compiles over and over: use fsdp with compile, or compile: false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_towers(self) -> Self:
+        """Each rank embeds whole texts: what is spread over ranks are rows."""
+        if self.objective.kind != "contrastive":
+            return self
+        for axis in ("tensor", "pipeline", "context", "expert"):
+            if (size := getattr(self.parallel, axis)) > 1:
+                raise ValueError(
+                    f"parallel.{axis} {size} with objective contrastive: set {axis} to 1, use more workers"
+                )
+        if self.parallel.strategy.startswith("zero"):
+            raise ValueError(
+                f"strategy {self.parallel.strategy} with objective contrastive: use ddp, or fsdp where memory is short"
+            )
+        if self.compile:
+            raise ValueError(
+                "compile with objective contrastive: each length of texts would compile anew; leave it out"
             )
         return self
 

@@ -28,7 +28,8 @@ class Place:
 class StepResult:
     """What one optimizer step says of itself.
 
-    `loss_sum`: cross-entropy in nats, summed so that the sum over all ranks is the sum over the global batch.
+    `loss_sum`: the loss (of sft, cross-entropy in nats), summed so that the sum over all ranks is the sum over the
+    global batch.
     `grad_norm`: L2 norm of the whole gradient before clipping, the same on every rank.
     """
 
@@ -47,8 +48,8 @@ class Engine(Protocol):
     def step(self, micro: Sequence[MicroBatch], *, loss_tokens: float, learning_rate: float) -> StepResult:
         """One optimizer step on this data rank's micro-batches.
 
-        The gradient is that of the cross-entropy summed over the global batch, divided by `loss_tokens`, the
-        number of terms in that sum. It is clipped by its norm over all parameters.
+        The gradient is that of the loss (of sft, the cross-entropy) summed over the global batch, divided by
+        `loss_tokens`, the number of terms in that sum. It is clipped by its norm over all parameters.
         """
         ...
 
@@ -83,6 +84,10 @@ def build(config: TrainConfig, base: Path, base_name: str, place: Place, layout:
         from actors.training.strategies.pipeline import PipelineEngine
 
         return PipelineEngine(config, base, base_name, place, layout)
+    if config.objective.kind == "contrastive":
+        from actors.training.strategies.contrastive import ContrastiveEngine
+
+        return ContrastiveEngine(config, base, base_name, place, layout)
     from actors.training.strategies.native import NativeEngine
 
     return NativeEngine(config, base, base_name, place, layout)

@@ -17,7 +17,7 @@ import ray.train.torch
 import torch
 import torch.distributed
 
-from actors.training import adapter, batching, optimizer, sharing
+from actors.training import adapter, batching, objectives, optimizer, sharing
 from actors.training.batching import MicroBatch
 from actors.training.checkpoint import export
 from actors.training.checkpoint.saver import Checkpoints, ModelFacts
@@ -28,7 +28,6 @@ from actors.training.job import Job, Outcome, Position, Stopped, checkpoint_id
 from actors.training.layout import Layout
 from actors.training.ledger import Ledger, Notes
 from actors.training.metrics import MetricLog
-from actors.training.objectives import sft
 from actors.training.order import Order
 from actors.training.ray_internals import here
 from actors.training.steps import StepPlan
@@ -101,6 +100,7 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, link: Link | Non
     batches = feed(plan, position.step)
     notes = Notes(ledger.order)
     counts = layout.reader(place.rank) == place.rank  # of the ranks that share rows, one counts them
+    terms = objectives.count_terms(config)
     drawer = layout.drawer(place.rank)
     began_s, tokens_done = time.perf_counter(), 0.0
     for step in range(position.step, plan.steps):
@@ -118,7 +118,7 @@ def train(job: Job, place: Place, feed: Feed, report: Reporter, link: Link | Non
         link.at("collective", step)
         # The whole global batch is counted before the first backward: it is what each token's share is of.
         # And before it is on the device, which would be waited for.
-        mine = [sum(map(sft.count_loss_tokens, micro)), sum(batch.tokens for batch in micro)] if counts else [0, 0]
+        mine = [sum(map(terms, micro)), sum(batch.tokens for batch in micro)] if counts else [0, 0]
         # What any worker has been asked to do, all do: after this very step.
         loss_tokens, tokens, *votes = _total(place, *mine, *link.votes())
         link.at("compute", step)

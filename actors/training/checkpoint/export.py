@@ -98,19 +98,30 @@ def artifact(storage: RunStorage, position: Position, run_folder: Path, base: Pa
     """The folder on this machine of what a run has made: an adapter as PEFT loads it, or a Hugging Face model.
 
     An adapter that lies in a folder of checkpoints is there already; anything else is exported into the run's folder,
-    unless it has been. Only a caller who is to `write` reads or writes; all get the path.
+    unless it has been. Of an embedder it is always the whole, in which its adapter is merged: what serves embedders
+    takes no adapters beside them. Only a caller who is to `write` reads or writes; all get the path.
     """
     name = manifest.name_of(position.step)
-    if isinstance(storage, FolderStorage) and (storage.folder / name / manifest.ADAPTER).is_dir():
+    embeds = _embeds(base)
+    if not embeds and isinstance(storage, FolderStorage) and (storage.folder / name / manifest.ADAPTER).is_dir():
         return storage.folder / name / manifest.ADAPTER
     target = run_folder / f"export-{name}"
     if write and not target.exists():
         checkpoint = manifest.find(storage, position.step, run_id=position.run_id)
-        export(storage, checkpoint, target, base=lambda *_: base)
+        adapted = any(file.startswith(f"{manifest.ADAPTER}/") for file in checkpoint.files)
+        export(storage, checkpoint, target, merged=embeds and adapted, base=lambda *_: base)
     return target
 
 
+def _embeds(base: Path) -> bool:
+    return (base / "modules.json").is_file()
+
+
 def _merged(base: Path, adapter: Path) -> Any:
+    if _embeds(base):
+        from actors.training import embedder
+
+        return embedder.merged(base, adapter)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -120,6 +131,10 @@ def _merged(base: Path, adapter: Path) -> Any:
 
 
 def _model(base: Path, folder: Path) -> Any:
+    if _embeds(base):
+        from actors.training import embedder
+
+        return embedder.with_weights(base, shards.read_whole(folder, WEIGHTS))
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(base, local_files_only=True)
@@ -144,7 +159,12 @@ def _save(model: Any, base: Path, target: Path) -> None:
     stored = json.loads((base / "config.json").read_text(encoding="utf-8"))
     named = str(stored.get("dtype") or stored.get("torch_dtype") or "float32")
     with _errors_of_the_disk():
-        model.to(getattr(torch, named)).save_pretrained(target, safe_serialization=True)
+        if _embeds(base):
+            from actors.training import embedder
+
+            embedder.save(model, target, dtype=getattr(torch, named))
+        else:
+            model.to(getattr(torch, named)).save_pretrained(target, safe_serialization=True)
     for name in _BESIDE_WEIGHTS:
         if (base / name).is_file():
             shutil.copyfile(base / name, target / name)

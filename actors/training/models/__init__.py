@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from actors.training import expert
 from actors.training.config import TrainConfig
 from actors.training.layout import Layout
-from actors.training.models import dense, moe
+from actors.training.models import dense, encoder, moe
 from cluster.errors import ConfigError
 
 
@@ -26,8 +26,10 @@ class Recipe(Protocol):
     ) -> torch.nn.Module: ...
 
 
-def recipe(model: Any, layout: Layout) -> Recipe:
-    """The recipe for `model` (transformers' or PEFT's), by what its layers are made of."""
+def recipe(model: Any, layout: Layout, kind: str = "sft") -> Recipe:
+    """The recipe for `model` (transformers' or PEFT's), by what its layers are made of; `kind` is the objective's."""
+    if kind == "contrastive":
+        return encoder.parallelize
     if layout.expert > 1 or next(expert.modules(model), None):
         return moe.parallelize
     layers = getattr(model.get_decoder(), "layers", ())

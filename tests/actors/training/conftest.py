@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from app.bench.gang import Gang
+from tests.actors.training.pairs import write_embedder
 from tests.actors.training.small import VOCABULARY, packed_rows
 
 HERE = Path(__file__).parent
@@ -79,6 +80,12 @@ def tiny_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-mixture")
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentence-transformers folder without dropout, whose gradients are those of eval mode."""
+    return write_embedder(tmp_path_factory.mktemp("embedder") / "tiny-embedder")
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,10 @@ import torch
 import torch.distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from actors.training import engine, mesh, optimizer
+from actors.training import engine, mesh, objectives, optimizer
 from actors.training.config import ParallelConfig, TrainConfig
 from actors.training.engine import Engine, Place
 from actors.training.layout import Layout
-from actors.training.objectives import sft
 from actors.training.steps import StepPlan
 from tests.actors.training.small import memory_feed, settings
 
@@ -56,11 +55,11 @@ def follow(
     trained = engine.build(config, base, base.name, place, layout)
     batches = memory_feed(rows, layout.data_rank(place.rank))(plan, 0)
     counts = layout.reader(place.rank) == place.rank
-    trace = Trace([], [], {})
+    trace, terms = Trace([], [], {}), objectives.count_terms(config)
     for step in range(plan.steps):
         torch.manual_seed(step)
         micro = [next(batches).to(place.device) for _ in range(plan.accumulation)]
-        tokens = summed(place, sum(map(sft.count_loss_tokens, micro)) if counts else 0)
+        tokens = summed(place, sum(map(terms, micro)) if counts else 0)
         rate = optimizer.learning_rate(sizes, step, plan.steps)
         result = trained.step(micro, loss_tokens=tokens, learning_rate=rate)
         trace.losses.append(summed(place, result.loss_sum) / tokens)
