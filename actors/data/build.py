@@ -194,7 +194,7 @@ def _mined(name: str, files: Sequence[SourceFile], seed: int, sink: Sink) -> _Ga
         [_chance_to_stay(seed, row) for row in made],
     )
     return _Gathered(
-        shape="pairs" if name == "python-functions" else "chat",
+        shape=miner.shape,
         rows=[made[position] for position in selection.kept],
         rejected=rejected,
         dropped=selection.dropped,
@@ -244,7 +244,7 @@ def _search_files(name: str, batch: pa.Table) -> pa.Table:
 
 def _row(name: str, file: SourceFile, finding: Finding) -> Row:
     origin = Origin(file.name, finding.line, file.package, file.version)
-    if name == "python-functions":
+    if MINERS[name].shape == "pairs":
         pair = [finding.text, finding.answer]
         return Row(content_id(pair), file.group, origin, query=finding.text, positive=finding.answer)
     messages = (

@@ -13,7 +13,8 @@ class SourceConfig(Config):
     """One dataset to read: a mined one by name, or a user's own file or folder by path."""
 
     source: str
-    """`python-errors`, `python-functions`, or a path to JSONL, JSON, Parquet, CSV or a `datasets` folder."""
+    """`python-errors`, `python-functions`, `python-functions-unnamed`, or a path to JSONL, JSON, Parquet,
+    CSV or a `datasets` folder."""
     split: Split = "train"
     limit: int | None = Field(default=None, gt=0)
     """Rows to keep of the split, chosen by a hash of the row, so that a bigger limit only adds rows."""
@@ -29,9 +30,11 @@ class DataConfig(Config):
     near_duplicate_similarity: float = Field(default=0.8, gt=0, le=1)
     """Jaccard similarity of word 3-grams from which two texts count as the same."""
     max_length: int = Field(default=512, ge=8)
-    """Tokens per training sequence; a longer example is quarantined with its reason, not cut."""
+    """Tokens per training sequence; a longer example is quarantined with its reason, not cut.
+
+    Of pairs: tokens that are read of each text, as an embedder reads the beginning of a long one."""
     packing: bool = True
-    """Put several examples into one sequence; they do not see each other."""
+    """Put several chat examples into one sequence; they do not see each other."""
     seed: int = 0
 
     @model_validator(mode="after")

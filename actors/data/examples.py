@@ -5,8 +5,10 @@ Knows the columns of the examples stage, both ways. Does not know Ray: training 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from actors.data.config import Split
 from actors.data.rows import Message, Row, Shape, turns
@@ -27,6 +29,7 @@ SCHEMAS: dict[Shape, pa.Schema] = {
             ("group", pa.string()),
             ("query", pa.string()),
             ("positive", pa.string()),
+            ("negatives", pa.list_(pa.string())),
             ("origin", _ORIGIN),
         ]
     ),
@@ -45,12 +48,13 @@ class ChatExample:
 
 @dataclass(frozen=True)
 class PairExample:
-    """A query and the text that answers it."""
+    """A query, the text that answers it, and texts that only look as if they did."""
 
     id: str
     query: str
     positive: str
     group: str
+    negatives: tuple[str, ...] = ()
 
 
 def read(
@@ -58,10 +62,11 @@ def read(
 ) -> list[ChatExample] | list[PairExample]:
     """The first `limit` examples of a side. Rows stand in the order of a hash, so these are a fair sample, and
     a bigger limit only adds to them. `ConfigError` for a version of the tokens stage."""
-    table = _table(version, split, home, limit, ("id", "group", "messages", "query", "positive"))
+    table = _table(version, split, home, limit, ("id", "group", "messages", "query", "positive", "negatives"))
     if version.shape == "chat":
         return [ChatExample(one["id"], turns(one["messages"]), one["group"]) for one in table.to_pylist()]
-    return [PairExample(**one) for one in table.to_pylist()]
+    # Versions that were made before pairs could have negatives lack the column.
+    return [PairExample(**{**one, "negatives": tuple(one.get("negatives") or ())}) for one in table.to_pylist()]
 
 
 def content(shape: Shape, rows: Sequence[Row]) -> SplitContent:
@@ -77,7 +82,11 @@ def content(shape: Shape, rows: Sequence[Row]) -> SplitContent:
                 "package": row.origin.package,
                 "version": row.origin.version,
             },
-            **({"messages": list(row.messages)} if shape == "chat" else {"query": row.query, "positive": row.positive}),
+            **(
+                {"messages": list(row.messages)}
+                if shape == "chat"
+                else {"query": row.query, "positive": row.positive, "negatives": list(row.negatives)}
+            ),
         }
         for number, row in enumerate(rows)
     ]
@@ -93,5 +102,16 @@ def _table(version: DataVersion, split: Split, home: Home, limit: int | None, wa
         raise ConfigError(
             f"{version.id} holds tokens, not examples.", hint=f"Read its parent instead: {version.parent}."
         )
+    files = version.shards(split, home)
     columns = [name for name in wanted if name in SCHEMAS[version.shape].names]
-    return head(version.shards(split, home), limit, columns)
+    if "negatives" in columns and "negatives" not in _names(files[0]):
+        columns.remove("negatives")
+    return head(files, limit, columns)
+
+
+def _names(file: Path) -> list[str]:
+    """The columns of a Parquet file; none if it cannot be read, which whoever reads its rows will say."""
+    try:
+        return list(pq.read_schema(file).names)
+    except (pa.ArrowException, OSError):
+        return []

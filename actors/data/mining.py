@@ -10,7 +10,9 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from actors.data.rows import Shape
 
 PLACEHOLDER = "{…}"
 """Stands where a message has a value that is known only at run time."""
@@ -36,6 +38,10 @@ FUNCTIONS_PER_GROUP = 1500
 SAYS_NOTHING = frozenset({"Exception", "BaseException"})
 """Never a wrong answer, so never a lesson."""
 
+NAMELESS = "f"
+"""What a function is called whose name is taken away."""
+
+_FUNCTION_NAME = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FORMAT_FIELD = re.compile(r"\{[^{}]*\}")
 _PERCENT_FIELD = re.compile(r"%(?:%|(?:\([^)]*\))?[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?[sdrifgxXoeEGcu])")
@@ -94,6 +100,24 @@ def documented_functions(source: bytes) -> list[Finding]:
         if isinstance(statement, _DEFINITIONS) and (function := _documented(statement, lines)) is not None:
             found.append(function)
     return found
+
+
+def unnamed_functions(source: bytes) -> list[Finding]:
+    """`documented_functions` without their names: whoever finds one has to have read its body.
+
+    A name mostly says what the summary says, so that with it a search need only compare words.
+    """
+    return [replace(found, answer=without_name(found.answer)) for found in documented_functions(source)]
+
+
+def without_name(code: str) -> str:
+    """A function's source with `NAMELESS` in place of its own name: where it is defined, and where it calls itself or
+    what it overrides. Another object's attribute of that name stays: it is part of the body."""
+    named = _FUNCTION_NAME.search(code)
+    if named is None:
+        return code
+    own = re.escape(named[1])
+    return re.sub(rf"(?:(?<![\w.])|(?<=self\.)|(?<=cls\.)|(?<=super\(\)\.)){own}\b", NAMELESS, code)
 
 
 def without_ambiguous(texts: Sequence[str], answers: Sequence[str]) -> list[int]:
@@ -304,15 +328,18 @@ def first_sentence(docstring: str) -> str:
 class Miner:
     """A mined dataset: what finds its rows in one file, and what chooses among all that was found.
 
-    `select` takes the findings, their groups and their ranks. `class_share`: see `balanced`; None balances nothing.
+    `select` takes the findings, their groups and their ranks. `shape` is that of the rows. `class_share`: see
+    `balanced`; None balances nothing.
     """
 
     find: Callable[[bytes], list[Finding]]
     select: Callable[[Sequence[Finding], Sequence[str], Sequence[str]], Selection]
+    shape: Shape = "chat"
     class_share: float | None = None
 
 
 MINERS = {
-    "python-errors": Miner(raised_messages, select_errors, CLASS_SHARE),
-    "python-functions": Miner(documented_functions, select_functions),
+    "python-errors": Miner(raised_messages, select_errors, class_share=CLASS_SHARE),
+    "python-functions": Miner(documented_functions, select_functions, "pairs"),
+    "python-functions-unnamed": Miner(unnamed_functions, select_functions, "pairs"),
 }

@@ -6,7 +6,7 @@ The shell around `chat` and `packing`; the only one that knows which Ray tasks t
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from cluster.progress import Progress, Sink, silent
 from cluster.storage import Home, digest_file
 
 logger = logging.getLogger(__name__)
+
+TRANSFORMERS = importlib.metadata.version("transformers")
+"""Whose tokenizers made the tokens."""
 
 _CODE = ("prepare.py", "chat.py", "packing.py", "rows.py")
 _TOKENIZER_FILES = (
@@ -66,7 +69,7 @@ def prepare(
     if examples.stage != "examples" or examples.shape != "chat":
         raise ConfigError(
             f"{examples.id} holds {examples.shape} ({examples.stage}); only chat examples are made into tokens.",
-            hint="Use a source with messages, prompt/completion or instruction/output.",
+            hint="Use a source with messages, prompt/completion or instruction/output; pairs are for contrastive.",
         )
     limits = {split: limit_of(config, examples, split) for split in version.SPLITS}
     settings: dict[str, Any] = {
@@ -74,8 +77,8 @@ def prepare(
         "packing": config.packing,
         "seed": config.seed,
         "limits": limits,
-        "tokenizer": _tokenizer_digest(tokenizer_path),
-        "transformers": importlib.metadata.version("transformers"),
+        "tokenizer": tokenizer_digest(tokenizer_path),
+        "transformers": TRANSFORMERS,
         "code": version.code_digest(_CODE),
     }
     name = f"{examples.name}.tokens"
@@ -94,9 +97,9 @@ def prepare(
         )
     contents: dict[Split, SplitContent] = {}
     rejected: list[Rejected] = []
-    for split, tokenized in _tokenized(examples, home, limits, tokenizer_path, sink).items():
+    for split, rows in tokenized(examples, home, limits, partial(_tokenize, tokenizer_path), sink).items():
         usable = []
-        for one in tokenized:
+        for one in rows:
             fault = _fault(one, config.max_length)
             if fault is None:
                 usable.append(one)
@@ -133,10 +136,14 @@ def limit_of(config: DataConfig, examples: DataVersion, split: Split) -> int | N
     return None
 
 
-def _tokenized(
-    examples: DataVersion, home: Home, limits: Mapping[Split, int | None], tokenizer_path: Path, sink: Sink
+def tokenized(
+    examples: DataVersion,
+    home: Home,
+    limits: Mapping[Split, int | None],
+    tokenize: Callable[[pa.Table], pa.Table],
+    sink: Sink,
 ) -> dict[Split, list[dict[str, Any]]]:
-    """Every example of both sides, tokenized, in the version's row order."""
+    """Every example of both sides in the version's row order, as `tokenize` gives it, which keeps `split` and `row`."""
     sides = [
         feed.dataset(examples, split, home, limit=limits[split]).with_column("split", lit(split))
         for split in version.SPLITS
@@ -148,18 +155,18 @@ def _tokenized(
         sides[0]
         .union(*sides[1:])
         .map_batches(
-            partial(_tokenize, tokenizer_path),
+            tokenize,
             batch_size=_BATCH_ROWS,
             batch_format="pyarrow",
             compute=TaskPoolStrategy(size=workers),
         )
     )
-    tokenized: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for batch in stream.iter_batches(batch_size=None, batch_format="pyarrow"):
-        tokenized += batch.to_pylist()
-        sink(Progress(stage="prepare", done=len(tokenized), total=total, unit="examples"))
-    tokenized.sort(key=lambda one: int(one["row"]))
-    return {split: [one for one in tokenized if one["split"] == split] for split in version.SPLITS}
+        found += batch.to_pylist()
+        sink(Progress(stage="prepare", done=len(found), total=total, unit="examples"))
+    found.sort(key=lambda one: int(one["row"]))
+    return {split: [one for one in found if one["split"] == split] for split in version.SPLITS}
 
 
 def _tokenize(tokenizer_path: Path, batch: pa.Table) -> pa.Table:
@@ -217,7 +224,7 @@ def _content(usable: list[dict[str, Any]], config: DataConfig, pad_id: int) -> S
     sample_ids = [sequence.sample_ids for sequence in sequences]
     table = pa.table(
         {
-            **{key: _fixed_lists(values) for key, values in columns.items()},
+            **{key: fixed_lists(values) for key, values in columns.items()},
             "sample_ids": pa.array(sample_ids, type=pa.list_(pa.string())),
             "row": pa.array(range(len(sequences)), type=pa.int64()),
         }
@@ -232,12 +239,13 @@ def _content(usable: list[dict[str, Any]], config: DataConfig, pad_id: int) -> S
     )
 
 
-def _fixed_lists(values: packing.Ints) -> pa.Array:
+def fixed_lists(values: packing.Ints) -> pa.Array:
+    """The rows of `values` [R, T] as lists."""
     offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.reshape(-1)))
 
 
-def _tokenizer_digest(folder: Path) -> str:
+def tokenizer_digest(folder: Path) -> str:
     """SHA-256 over the files that decide how text becomes tokens; weights are none of them."""
     files = sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
     return version.digest_of([[path.name, digest_file(path)] for path in files])

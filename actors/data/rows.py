@@ -33,7 +33,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A conversation (`messages`) or a retrieval pair (`query`, `positive`).
+    """A conversation (`messages`) or a retrieval pair (`query`, `positive`, and `negatives` if the source has some).
 
     `group` must not stand on both sides of a split. `split` is set only where the source has
     sides of its own.
@@ -45,6 +45,7 @@ class Row:
     messages: tuple[Message, ...] = ()
     query: str = ""
     positive: str = ""
+    negatives: tuple[str, ...] = ()
     split: Split | None = None
 
     @property

@@ -336,10 +336,23 @@ def _row(shape: str, record: Record, file: _File, line: int) -> Row:
     if shape == "query/positive":
         query, positive = _text(record, "query"), _text(record, "positive")
         group = _group(given, [query])
-        return Row(content_id([query, positive]), group, origin, query=query, positive=positive, split=file.split)
+        negatives = _negatives(record)
+        identity = content_id([query, positive, *negatives])
+        return Row(identity, group, origin, query=query, positive=positive, negatives=negatives, split=file.split)
     messages = _messages(shape, record)
     group = _group(given, asked(messages))
     return Row(content_id(messages), group, origin, messages=messages, split=file.split)
+
+
+def _negatives(record: Record) -> tuple[str, ...]:
+    """Of the columns `negatives` (a list) or `negative` (one text), which a pair may have."""
+    given = record.get("negatives")
+    if given is None or given == "":
+        return (_text(record, "negative"),) if record.get("negative") else ()
+    given = _json_if_text(given, "negatives")
+    if not isinstance(given, list):
+        raise _Unfit("malformed", f"'negatives' is {_named(given)}, not a list of texts")
+    return tuple(_text({"negatives": one}, "negatives") for one in given)
 
 
 def _group(given: object, question: object) -> str:
@@ -400,14 +413,14 @@ def _turns(value: object, column: str) -> list[Message]:
     return turns
 
 
-def _json_if_text(value: object) -> object:
-    """CSV has no lists: there, `messages` is JSON text."""
+def _json_if_text(value: object, column: str = "messages") -> object:
+    """CSV has no lists: there, `column` is JSON text."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise _Unfit("malformed", f"'messages' is not JSON: {error}") from None
+        raise _Unfit("malformed", f"{column!r} is not JSON: {error}") from None
 
 
 def _text(record: Record, column: str) -> str:

@@ -176,6 +176,12 @@ def planned(config: TrainConfig, data: DataVersion) -> StepPlan:
             f"its splits are {', '.join(data.splits) or 'none'}.",
             hint="Prepare it first: training reads the token version of a data version with a train split.",
         )
+    wanted = {"sft": "chat", "contrastive": "pairs"}[config.objective.kind]
+    if data.shape != wanted:
+        raise ConfigError(
+            f"Data version {data.id} holds {data.shape}; objective {config.objective.kind} learns from {wanted}.",
+            hint="Set objective.kind to what the data is for, or data.train.source to other data.",
+        )
     return StepPlan(
         rows=data.splits["train"].rows,
         steps=config.steps,
