@@ -16,18 +16,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from actors.evaluation.report import Interval
-from actors.evaluation.statistics import mean_difference, mean_interval, seed_of
+from actors.evaluation.statistics import Values, mean_differences, mean_intervals, seed_of
 from cluster.config import Config
 
 Judgements = Mapping[str, Mapping[str, int]]
 """Grade of each judged document, by query and document."""
 Rankings = Mapping[str, Sequence[str]]
 """Ids of the documents that were found for each query, best first."""
-Values = npt.NDArray[np.float64]
 
 KS = (1, 10, 100)
 
@@ -75,7 +73,7 @@ def summarize(
     own = dict.fromkeys(measured.queries) if groups is None else groups
     member = [query if groups is None else own[query] for query in measured.queries]
     seed = seed_of(measured.queries)
-    metrics = {name: mean_interval(values, member, confidence, seed=seed) for name, values in measured.values.items()}
+    metrics = mean_intervals(measured.values, member, confidence, seed=seed)
     found = {}
     for name in sorted({slices[query] for query in measured.queries if query in slices} if slices else ()):
         found[name] = summarize(_only(measured, slices or {}, name), confidence=confidence, groups=groups)
@@ -96,11 +94,8 @@ def lift(
     order = [place[query] for query in candidate.queries]
     member = [query if groups is None else groups[query] for query in candidate.queries]
     seed = seed_of(candidate.queries)
-    return {
-        name: mean_difference(values, base.values[name][order], member, confidence, seed=seed)
-        for name, values in candidate.values.items()
-        if name in base.values
-    }
+    others = {name: values[order] for name, values in base.values.items()}
+    return mean_differences(candidate.values, others, member, confidence, seed=seed)
 
 
 def _of_query(query: str, found: Sequence[str], relevant: Mapping[str, int], ks: Sequence[int]) -> dict[str, float]:

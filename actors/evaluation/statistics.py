@@ -10,13 +10,15 @@ alike the cases of a group are.
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 from actors.evaluation.report import Interval, Score
+
+Values = npt.NDArray[np.float64]
 
 RESAMPLES = 4000
 _COUNTS_AT_ONCE = 2_000_000
@@ -64,42 +66,47 @@ def paired_bootstrap(
     agree by luck more often than `confidence` allows, 2^-G > (1 - confidence) / 2, tell nothing: (-1, 1).
     """
     ours, theirs = np.asarray(candidate, dtype=np.float64), np.asarray(other, dtype=np.float64)
-    number, totals, sizes = _by_group(ours - theirs, groups)
+    number, totals, sizes = _by_group((ours - theirs)[None], groups)
     value = float(totals.sum() / sizes.sum())
     if number < fewest_groups(confidence):
         return Interval(value=value, low=-1.0, high=1.0, confidence=confidence)
-    low, high = _widened_percentiles(totals, sizes, confidence, seed, resamples)
+    (low,), (high,) = _widened_percentiles(totals, sizes, confidence, seed, resamples)
     least = paired_difference(candidate, other, groups, confidence)
-    return Interval(value=value, low=min(low, least.low), high=max(high, least.high), confidence=confidence)
+    return Interval(
+        value=value, low=min(float(low), least.low), high=max(float(high), least.high), confidence=confidence
+    )
 
 
-def mean_interval(
-    values: Sequence[float] | npt.NDArray[np.float64],
+def mean_intervals(
+    values: Mapping[str, Values],
     groups: Sequence[Hashable],
     confidence: float,
     *,
     seed: int,
     resamples: int = RESAMPLES,
-) -> Interval:
-    """The mean of `values`, each within [0, 1], from resamples of whole groups, as in `paired_bootstrap`."""
-    return _mean_within(0.0, 1.0, np.asarray(values, dtype=np.float64), groups, confidence, seed, resamples)
+) -> dict[str, Interval]:
+    """The mean of each of `values` [N] on the same cases, all within [0, 1], as in `paired_bootstrap`.
 
-
-def mean_difference(
-    candidate: Sequence[float] | npt.NDArray[np.float64],
-    other: Sequence[float] | npt.NDArray[np.float64],
-    groups: Sequence[Hashable],
-    confidence: float,
-    *,
-    seed: int,
-    resamples: int = RESAMPLES,
-) -> Interval:
-    """Candidate's mean minus the other's on the same cases; values, each within [0, 1], where answers are graded.
-
-    For answers that are right or wrong, `paired_bootstrap` knows more.
+    The groups are resampled once for all of them: it is the same draw that a value by itself would get.
     """
-    differences = np.asarray(candidate, dtype=np.float64) - np.asarray(other, dtype=np.float64)
-    return _mean_within(-1.0, 1.0, differences, groups, confidence, seed, resamples)
+    return _means_within(0.0, 1.0, values, groups, confidence, seed, resamples)
+
+
+def mean_differences(
+    candidate: Mapping[str, Values],
+    other: Mapping[str, Values],
+    groups: Sequence[Hashable],
+    confidence: float,
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+) -> dict[str, Interval]:
+    """Candidate's mean minus the other's on the same cases, of each name that both have; values within [0, 1].
+
+    For graded answers. For those that are right or wrong, `paired_bootstrap` knows more.
+    """
+    both = {name: values - other[name] for name, values in candidate.items() if name in other}
+    return _means_within(-1.0, 1.0, both, groups, confidence, seed, resamples)
 
 
 def fewest_groups(confidence: float) -> int:
@@ -184,68 +191,71 @@ def design_effect(values: Sequence[float], groups: Sequence[Hashable]) -> float:
     return max(1.0, clustered / independent)
 
 
-def _mean_within(
+def _means_within(
     least: float,
     most: float,
-    values: npt.NDArray[np.float64],
+    values: Mapping[str, Values],
     groups: Sequence[Hashable],
     confidence: float,
     seed: int,
     resamples: int,
-) -> Interval:
-    """A mean of values that cannot leave [least, most].
+) -> dict[str, Interval]:
+    """Means of values that cannot leave [least, most].
 
     Equal values leave no spread to resample. How many others there may be is bounded then: with G groups alike, the
     share of unlike ones is below 1 - (1 - confidence)^(1/G), the "rule of three" (Hanley and Lippman-Hand 1983, JAMA
     249:1743); each could be as far off as values can be.
     """
-    number, totals, sizes = _by_group(values, groups)
-    value = float(totals.sum() / sizes.sum())
+    if not values:
+        return {}
+    number, totals, sizes = _by_group(np.stack(list(values.values())), groups)
+    means = (totals.sum(1) / sizes.sum()).tolist()
     if number < fewest_groups(confidence):
-        return Interval(value=value, low=least, high=most, confidence=confidence)
-    if np.ptp(values) == 0:
-        unlike = 1 - (1 - confidence) ** (1 / number)
-        low, high = value - unlike * (value - least), value + unlike * (most - value)
-    else:
-        low, high = _widened_percentiles(totals, sizes, confidence, seed, resamples)
-    return Interval(value=value, low=max(least, low), high=min(most, high), confidence=confidence)
+        return {
+            name: Interval(value=mean, low=least, high=most, confidence=confidence)
+            for name, mean in zip(values, means, strict=True)
+        }
+    lows, highs = _widened_percentiles(totals, sizes, confidence, seed, resamples)
+    unlike = 1 - (1 - confidence) ** (1 / number)
+    found = {}
+    for (name, given), mean, low, high in zip(values.items(), means, lows.tolist(), highs.tolist(), strict=True):
+        if np.ptp(given) == 0:
+            low, high = mean - unlike * (mean - least), mean + unlike * (most - mean)
+        found[name] = Interval(value=mean, low=max(least, low), high=min(most, high), confidence=confidence)
+    return found
 
 
 def _widened_percentiles(
-    totals: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], confidence: float, seed: int, resamples: int
-) -> tuple[float, float]:
-    """Bootstrap percentiles, moved out to what Student's t asks for with so few groups (see `paired_bootstrap`)."""
-    number = totals.size
+    totals: Values, sizes: Values, confidence: float, seed: int, resamples: int
+) -> tuple[Values, Values]:
+    """Bootstrap percentiles [M], moved out to what Student's t asks for with so few groups (see `paired_bootstrap`)."""
+    number = sizes.size
     tail = NormalDist().cdf(-math.sqrt(number / (number - 1)) * student(0.5 + confidence / 2, number - 1))
-    low, high = np.quantile(_resampled(totals, sizes, seed, resamples), [tail, 1 - tail])
-    return float(low), float(high)
+    low, high = np.quantile(_resampled(totals, sizes, seed, resamples), [tail, 1 - tail], axis=1)
+    return low, high
 
 
-def _by_group(
-    values: npt.NDArray[np.float64], groups: Sequence[Hashable]
-) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Number of groups G, and of each the sum of its values and its number of cases, [G] float64."""
+def _by_group(values: Values, groups: Sequence[Hashable]) -> tuple[int, Values, Values]:
+    """Number of groups G of the cases in `values` [M, N]; of each the sums of its values [M, G] and its size [G]."""
     numbers: dict[Hashable, int] = {}
     member = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
-    if member.size != values.size:
-        raise ValueError(f"{values.size} cases, {member.size} groups")
-    totals = np.bincount(member, weights=values).astype(np.float64)
+    if member.size != values.shape[1]:
+        raise ValueError(f"{values.shape[1]} cases, {member.size} groups")
+    totals = np.stack([np.bincount(member, weights=row) for row in values]).astype(np.float64)
     return len(numbers), totals, np.bincount(member).astype(np.float64)
 
 
-def _resampled(
-    totals: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], seed: int, resamples: int
-) -> npt.NDArray[np.float64]:
-    """The mean over cases in each of `resamples` draws of G groups with replacement."""
+def _resampled(totals: Values, sizes: Values, seed: int, resamples: int) -> Values:
+    """The means over cases [M, resamples] in each of `resamples` draws of G groups with replacement."""
     rng = np.random.default_rng(seed)
-    number = totals.size
+    number = sizes.size
     even = np.full(number, 1 / number)
     rows = max(1, _COUNTS_AT_ONCE // number)
     means = []
     for start in range(0, resamples, rows):
         counts = rng.multinomial(number, even, size=min(rows, resamples - start))
-        means.append((counts @ totals) / (counts @ sizes))
-    return np.concatenate(means)
+        means.append((totals @ counts.T) / (counts @ sizes))
+    return np.concatenate(means, axis=1)
 
 
 def _correlation(both: float, first_only: float, second_only: float, neither: float) -> float:

@@ -6,6 +6,7 @@ import pytest
 from actors.evaluation.statistics import (
     design_effect,
     fewest_groups,
+    mean_intervals,
     newcombe,
     paired_bootstrap,
     paired_difference,
@@ -196,6 +197,19 @@ def test_a_gain_in_every_case_counts_groups_not_cases() -> None:
 def test_cases_and_groups_of_other_lengths_are_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="8 cases, 7 groups"):
         paired_bootstrap([True] * 8, [False] * 8, range(7), 0.95, seed=0)
+
+
+def test_an_interval_is_the_same_in_whatever_company() -> None:
+    """All values are resampled in one draw, which is the one that each would get by itself."""
+    draw = np.random.default_rng(4)
+    values = {"some": draw.random(60), "none": np.zeros(60), "half": (draw.random(60) > 0.5).astype(np.float64)}
+    groups = [number % 12 for number in range(60)]
+    together = mean_intervals(values, groups, 0.95, seed=0)
+    for name, given in values.items():
+        (alone,) = mean_intervals({name: given}, groups, 0.95, seed=0).values()
+        assert (alone.low, alone.high) == pytest.approx((together[name].low, together[name].high), abs=1e-12)
+    assert together["none"].low == 0 < together["none"].high < together["some"].low < together["some"].high
+    assert mean_intervals({}, groups, 0.95, seed=0) == {}
 
 
 @pytest.mark.parametrize(("freedom", "published"), [(5, 2.571), (7, 2.365), (11, 2.201), (39, 2.023), (1000, 1.962)])
