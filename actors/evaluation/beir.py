@@ -24,6 +24,8 @@ class RetrievalTask:
     corpus: Mapping[str, str]
     queries: Mapping[str, str]
     judgements: Judgements
+    groups: Mapping[str, str] | None = None
+    """What each query comes from (a package, a user): those of one group are alike. None: each is its own."""
 
 
 def read(folder: Path, *, split: str = "test") -> RetrievalTask:

@@ -1,6 +1,6 @@
 """Settings of evaluation and of the gate in front of an alias."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -57,11 +57,41 @@ class GateConfig(Config):
     budget: BudgetConfig | None = None
 
 
+class RetrievalConfig(Config):
+    """How an embedder is asked: the queries of held-out pairs, each for its positive among `pool` documents.
+
+    The gate asks for a lift of recall@1 and of MRR, each with an interval above zero, at the whole length of the
+    vectors and at each of `dims`: over the base, and with gate.beats champion over the champion as well.
+    Of each text as many tokens are read as in training, `data.max_length`.
+    """
+
+    pool: int = Field(default=5000, ge=2)
+    """Held-out documents to search."""
+    dims: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Shorter lengths at which the vectors have to serve as well."""
+
+
 class EvaluateConfig(Config):
     """Which suites run, on how many cases, and the gate."""
 
-    suites: tuple[Literal["exact-match"], ...] = Field(default=("exact-match",), min_length=1, max_length=1)
+    suites: tuple[Literal["exact-match", "retrieval"], ...] = Field(
+        default=("exact-match",), min_length=1, max_length=1
+    )
     gate: GateConfig = GateConfig()
     max_cases: int | None = Field(default=None, ge=1)
     """Cases per suite, chosen by a hash of the case; unset: all."""
     max_new_tokens: int = Field(default=16, ge=1)
+    retrieval: RetrievalConfig | None = None
+    """Of the suite retrieval; unset: its defaults."""
+
+    @model_validator(mode="after")
+    def _asks_what_it_can(self) -> Self:
+        if "retrieval" not in self.suites:
+            if self.retrieval is not None:
+                raise ValueError(f"retrieval is set, but suites is {list(self.suites)}: set suites to [retrieval]")
+            return self
+        unset = GateConfig()
+        for name in ("slices", "parity", "budget"):
+            if getattr(self.gate, name) != getattr(unset, name):
+                raise ValueError(f"gate.{name} is of suites that ask for text, not of retrieval: leave it out")
+        return self
