@@ -49,6 +49,16 @@ class Recipe(TrainConfig):
     index: IndexConfig | None = None
 
     @model_validator(mode="after")
+    def _is_measured_by_what_it_learns(self) -> Self:
+        suite = {"sft": "exact-match", "contrastive": "retrieval"}[self.objective.kind]
+        if self.evaluate.suites[0] != suite:
+            raise ValueError(
+                f"evaluate.suites {list(self.evaluate.suites)} cannot measure objective {self.objective.kind}: "
+                f"set evaluate.suites to [{suite}]"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         engine = self.serve.engine_of(self.model.base) if self.serve else None
         if engine and self.adapter.kind == "lora" and self.adapter.r > engine.max_lora_rank:

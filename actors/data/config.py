@@ -32,7 +32,8 @@ class DataConfig(Config):
     max_length: int = Field(default=512, ge=8)
     """Tokens per training sequence; a longer example is quarantined with its reason, not cut.
 
-    Of pairs: tokens that are read of each text, as an embedder reads the beginning of a long one."""
+    Of pairs: tokens that are read of each text, in training and when the embedder is measured; what is longer is read
+    as far as that. The made model keeps its base's own limit: serve.embedding.max_tokens sets what is served."""
     packing: bool = True
     """Put several chat examples into one sequence; they do not see each other."""
     seed: int = 0

@@ -122,3 +122,8 @@ class EvaluationReport(Config):
     engine_start_s: float
     answers_path: str
     """JSON lines: case, reference, and each candidate's answer, for whoever wants to know why."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The scores by candidate, for the record of a version."""
+        return {f"{name}_exact_match": score.value for name, score in self.scores.items()}

@@ -15,6 +15,7 @@ from actors.training.config import TrainConfig
 from actors.training.layout import Layout, layer_ranges, require_divisible
 from actors.training.shape import Shape, read
 from cluster.errors import ConfigError
+from cluster.models import StoredModel
 
 _DENSE: Final = ("gemma", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 _MIXTURES: Final = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
@@ -44,6 +45,9 @@ def require(config: TrainConfig, shape: Shape) -> None:
     """`ConfigError` if a model of this shape cannot be trained as `config` says."""
     if not shape.parameters:
         raise ConfigError("The base has a config, but no weights.", hint="Give a folder with *.safetensors.")
+    if config.objective.kind == "contrastive":
+        _adapter(config, shape)
+        return
     if not shape.plain:
         raise ConfigError(
             f"{shape.family} models are not made of layers with self_attn and mlp, which training can spread.",
@@ -61,6 +65,17 @@ def require(config: TrainConfig, shape: Shape) -> None:
     _pipeline(config, shape)
     _context(layout, shape)
     _expert(config, layout, shape)
+
+
+def require_kind(config: TrainConfig, base: StoredModel) -> None:
+    """`ConfigError` if the base is not what the objective is for."""
+    wanted = {"sft": "causal-lm", "contrastive": "sentence-embedder"}[config.objective.kind]
+    if base.kind != wanted:
+        other = "contrastive" if base.kind == "sentence-embedder" else "sft"
+        raise ConfigError(
+            f"objective.kind {config.objective.kind} teaches a {wanted}; {base.name} is a {base.kind}.",
+            hint=f"Set objective.kind to {other}, or model.base to a {wanted}.",
+        )
 
 
 def _adapter(config: TrainConfig, shape: Shape) -> None:

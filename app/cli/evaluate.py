@@ -23,7 +23,7 @@ def run(
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the recipe's suites on held-out data; base, champion and version in one engine; and ask the gate."""
+    """Run the recipe's suite on held-out data with base, champion and version, and ask the gate."""
     settings = recipes.load(recipe, assignments or ())
     from app.pipelines import evaluate  # imports ray and vllm
 

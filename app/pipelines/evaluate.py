@@ -1,22 +1,28 @@
 """`flywheel evaluate`: a registered version against base and champion, on the recipe's held-out data."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from actors.data.build import build
-from actors.evaluation.evaluate import evaluate
+from actors.data.version import DataVersion
+from actors.evaluation.evaluate import Champion, evaluate
 from actors.evaluation.report import EvaluationReport
+from actors.evaluation.retrieval import RetrievalReport
 from actors.registry.client import RegistryClient
 from actors.registry.facts import AliasMove, EvaluationFact, GateBegun, GateEnded, Version
 from actors.registry.rules import LEGAL
 from app.display import Display
 from app.pipelines import stages
+from app.pipelines.stages import Ground
 from app.pipelines.train import ground
 from app.recipe import Recipe
 from app.session import connected
 from cluster.errors import ConfigError
+from cluster.models import StoredModel, served_name
 from cluster.storage import Home
+
+_Measure = Callable[[Version, Champion | None], EvaluationReport | RetrievalReport]
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Measured:
     """A version, what was measured of it, and the alias that moved to it."""
 
     version: Version
-    report: EvaluationReport
+    report: EvaluationReport | RetrievalReport
     move: AliasMove | None
 
 
@@ -40,30 +46,26 @@ def run(recipe: Recipe, home: Home, display: Display, *, reference: str | None, 
     with connected(), ground(recipe, home, display) as standing:
         found = standing.registry.show(reference)
         version = found.version
-        if version.kind == "embedder":
+        embeds = version.kind == "embedder"
+        if embeds is not (recipe.objective.kind == "contrastive"):
             raise ConfigError(
-                f"{version.id} is an embedder; the suites ask for text.", hint="Name an adapter or a whole model."
+                f"{version.id} is {'an embedder' if embeds else 'no embedder'}; recipe {recipe.name} of objective "
+                f"{recipe.objective.kind} measures by {recipe.evaluate.suites[0]}.",
+                hint=f"Give a recipe of objective {'contrastive' if embeds else 'sft'}, or another --version.",
             )
         champion = stages.champion(standing, version.name)
         with display.stage("models"):
-            (base,) = stages.models(standing, version.base)
+            # A version knows its base's name only; the recipe may know where that lies.
+            named = served_name(recipe.model.base) == version.base
+            (base,) = stages.models(standing, recipe.model.base if named else version.base)
         with display.stage("data"):
             examples = build(recipe.data.train.source, recipe.data, home, display)
             stages.record_data(standing.registry, examples)
-            cases = stages.held_out(standing, examples)
+            measure = _searching(standing, base, examples) if embeds else _asking(standing, base, examples)
         # What takes traffic already, or never will again, is measured without a gate.
         gated = "evaluating" in LEGAL[found.stage] or found.stage == "evaluating"
         with display.stage("evaluate"), _gate(standing.registry, version.id if gated else None) as gate:
-            report = evaluate(
-                recipe.evaluate,
-                base=base,
-                candidate=stages.candidate(version.kind, home.versions / version.path),
-                examples=cases,
-                home=home,
-                champion=champion,
-                dtype=stages.serving_dtype(recipe),
-                sink=display,
-            )
+            report = measure(version, champion)
             standing.registry.evaluation(
                 EvaluationFact(
                     id=report.id,
@@ -79,6 +81,29 @@ def run(recipe: Recipe, home: Home, display: Display, *, reference: str | None, 
         if promote and report.verdict.passed and wanted is not None and wanted.on_pass is not None:
             move = standing.registry.promote(version.name, wanted.on_pass, version.number, why=report.verdict.reason)
     return Measured(version, report, move)
+
+
+def _asking(ground: Ground, base: StoredModel, examples: DataVersion) -> _Measure:
+    """What asks a version that writes, on the recipe's held-out examples, which are read now."""
+    cases = stages.held_out(ground, examples)
+    return lambda version, champion: evaluate(
+        ground.recipe.evaluate,
+        base=base,
+        candidate=stages.candidate(version.kind, ground.home.versions / version.path),
+        examples=cases,
+        home=ground.home,
+        champion=champion,
+        dtype=stages.serving_dtype(ground.recipe),
+        sink=ground.sink,
+    )
+
+
+def _searching(ground: Ground, base: StoredModel, examples: DataVersion) -> _Measure:
+    """What searches with a version that embeds, among what the recipe holds out, which is read now."""
+    task = stages.held_out_search(ground, examples)
+    return lambda version, champion: stages.search(
+        ground, base, task, ground.home.versions / version.path, champion=champion
+    )
 
 
 @contextmanager

@@ -112,14 +112,27 @@ def _model(recipe: Recipe, home: Home, room: Room) -> list[Line]:
         return [Line("model", "red", error.message, error.hint or "")]
     if folder is None:
         return [Line("model", "warn", f"{recipe.model.base} is not in the store yet", "The run fetches it.")]
-    if (folder / "modules.json").is_file():
-        return [Line("model", "red", f"{recipe.model.base} makes embeddings", "Take a causal language model as base.")]
+    embeds, contrastive = (folder / "modules.json").is_file(), recipe.objective.kind == "contrastive"
+    if embeds and not contrastive:
+        advice = "Take a causal language model as base, or objective.kind contrastive."
+        return [Line("model", "red", f"{recipe.model.base} makes embeddings", advice)]
+    if contrastive and not embeds:
+        advice = "Take an embedder as base, such as all-minilm-l6-v2, or objective.kind sft."
+        return [Line("model", "red", f"{recipe.model.base} makes no embeddings", advice)]
     try:
         shape = support.shape_of(folder)
+        if contrastive:
+            support.require(recipe, shape)
     except ConfigError as error:
         return [Line("model", "red", error.message, error.hint or "")]
     learning = trained(recipe, shape)
     found = f"{recipe.model.base}, {shape.parameters / 1e6:.0f} M parameters, {learning / 1e6:.1f} M learn"
+    if contrastive:
+        # The formulas of memory and time are those of decoders on full rows.
+        unknown = Line(
+            "memory", "warn", "memory and time of an embedder are not estimated", "Try the recipe with --set steps=2."
+        )
+        return [Line("model", "ok", found), *_tokenizer(folder), unknown, _checkpoint(recipe, shape, home)]
     return [
         Line("model", "ok", found),
         *_tokenizer(folder),
@@ -166,6 +179,14 @@ def _batch(recipe: Recipe) -> Line:
     who = "workers" if replica == 1 else f"groups of {replica} workers"
     accumulation = optimizer.global_batch_size // (workers * optimizer.micro_batch_size)
     tokens = optimizer.global_batch_size * recipe.data.max_length
+    if recipe.objective.kind == "contrastive":
+        return Line(
+            "batch",
+            "ok",
+            f"{optimizer.global_batch_size} pairs, each contrasted with all others = {workers} workers × "
+            f"{optimizer.micro_batch_size} × {accumulation}"
+            + (", embedded twice to hold one micro-batch at a time" if accumulation > 1 else ""),
+        )
     return Line(
         "batch",
         "ok",

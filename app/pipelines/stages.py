@@ -11,16 +11,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from actors.data.build import build
-from actors.data.examples import ChatExample, read
+from actors.data.config import SourceConfig
+from actors.data.examples import ChatExample, PairExample, read
+from actors.data.pairs import prepare_pairs
 from actors.data.prepare import prepare
 from actors.data.version import DataVersion
+from actors.evaluation import retrieval
+from actors.evaluation.beir import RetrievalTask
+from actors.evaluation.config import RetrievalConfig
 from actors.evaluation.evaluate import Candidate, Champion
 from actors.evaluation.evaluate import evaluate as run_suites
 from actors.evaluation.parity import Dtype
 from actors.evaluation.report import EvaluationReport
+from actors.evaluation.retrieval import RetrievalReport
 from actors.registry.client import RegistryClient
 from actors.registry.facts import (
     AliasMove,
@@ -41,6 +47,7 @@ from actors.registry.snapshot import Kind
 from actors.registry.views import RunView
 from actors.training.checkpoint import manifest
 from actors.training.checkpoint.storage import open_storage
+from actors.training.config import ContrastiveConfig
 from actors.training.control import Incident
 from actors.training.controller import TrainingResult, new_run_id, planned
 from actors.training.controller import train as run_training
@@ -73,11 +80,12 @@ class Ground:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run learns from, and what it is measured on."""
+    """What a run learns from, and what it is measured on: chat examples, or a search if it learns to embed."""
 
     examples: DataVersion
     tokens: DataVersion
     held_out: list[ChatExample]
+    search: RetrievalTask | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,11 @@ def data(ground: Ground, base: StoredModel) -> Data:
     recipe, home = ground.recipe, ground.home
     examples = build(recipe.data.train.source, recipe.data, home, ground.sink)
     record_data(ground.registry, examples)
+    if isinstance(recipe.objective, ContrastiveConfig):
+        negatives = recipe.objective.loss == "triplet"
+        tokens = prepare_pairs(examples, recipe.data, base.path, home, ground.sink, needs_negatives=negatives)
+        record_data(ground.registry, tokens)
+        return Data(examples, tokens, [], held_out_search(ground, examples))
     tokens = prepare(examples, recipe.data, base.path, home, ground.sink)
     record_data(ground.registry, tokens)
     return Data(examples, tokens, held_out(ground, examples))
@@ -111,14 +124,9 @@ def data(ground: Ground, base: StoredModel) -> Data:
 
 def held_out(ground: Ground, examples: DataVersion) -> list[ChatExample]:
     """The examples that the recipe evaluates on."""
-    recipe, home = ground.recipe, ground.home
-    measure = recipe.data.eval or recipe.data.train.model_copy(update={"split": "test"})
-    version = examples
-    if measure.source != recipe.data.train.source:
-        version = build(measure.source, recipe.data, home, ground.sink)
-        record_data(ground.registry, version)
-    limits = [limit for limit in (recipe.evaluate.max_cases, measure.limit) if limit is not None]
-    cases = read(version, measure.split, home, limit=min(limits, default=None))
+    measure, version = _measured_on(ground, examples)
+    limits = [limit for limit in (ground.recipe.evaluate.max_cases, measure.limit) if limit is not None]
+    cases = read(version, measure.split, ground.home, limit=min(limits, default=None))
     chats = [case for case in cases if isinstance(case, ChatExample)]
     if not chats:
         raise ConfigError(
@@ -126,6 +134,29 @@ def held_out(ground: Ground, examples: DataVersion) -> list[ChatExample]:
             hint="Point data.eval at a chat dataset, or give the source more rows.",
         )
     return chats
+
+
+def held_out_search(ground: Ground, examples: DataVersion) -> RetrievalTask:
+    """What the recipe searches and asks for; too few pairs are a `ConfigError` now, not after the training."""
+    evaluate = ground.recipe.evaluate
+    measure, version = _measured_on(ground, examples)
+    pairs = read(version, measure.split, ground.home, limit=measure.limit)
+    return retrieval.task_of(
+        [pair for pair in pairs if isinstance(pair, PairExample)],
+        pool=(evaluate.retrieval or RetrievalConfig()).pool,
+        queries=evaluate.max_cases,
+    )
+
+
+def _measured_on(ground: Ground, examples: DataVersion) -> tuple[SourceConfig, DataVersion]:
+    """What the recipe evaluates on, and the data version that holds it."""
+    recipe = ground.recipe
+    measure = recipe.data.eval or recipe.data.train.model_copy(update={"split": "test"})
+    if measure.source == recipe.data.train.source:
+        return measure, examples
+    version = build(measure.source, recipe.data, ground.home, ground.sink)
+    record_data(ground.registry, version)
+    return measure, version
 
 
 def train(ground: Ground, base: StoredModel, data: Data, *, resume: RunView | None = None) -> TrainingResult:
@@ -180,6 +211,8 @@ def _end_by(ground: Ground, tracking_run: str | None, run_id: str, error: BaseEx
 def _calibrate(ground: Ground, base: StoredModel, result: TrainingResult) -> None:
     """Let the next plan know how fast this run was; a model whose shape cannot be read teaches it nothing."""
     recipe = ground.recipe
+    if recipe.objective.kind == "contrastive":
+        return  # the speed that a plan asks for is that of full rows of a decoder
     try:
         shape = read_shape(base.path)
         calibration.record(
@@ -195,6 +228,34 @@ def _calibrate(ground: Ground, base: StoredModel, result: TrainingResult) -> Non
         logger.warning("run %s says nothing of the machine's speed: %s", result.run_id, error)
 
 
+def evaluate_embedder(ground: Ground, base: StoredModel, data: Data, result: TrainingResult) -> RetrievalReport:
+    """Search with base, champion and what the run made, and ask the gate."""
+    assert data.search is not None
+    wanted = ground.recipe.registration
+    standing = champion(ground, wanted.name) if wanted else None
+    report = search(ground, base, data.search, result.adapter, champion=standing)
+    _record_evaluation(ground, data, result, report)
+    return report
+
+
+def search(
+    ground: Ground, base: StoredModel, task: RetrievalTask, embedder: Path, *, champion: Champion | None
+) -> RetrievalReport:
+    """What `embedder`, the base and the champion find of `task`, and the gate's verdict."""
+    recipe = ground.recipe
+    return retrieval.evaluate(
+        recipe.evaluate,
+        base=base,
+        candidate=embedder,
+        champion=champion,
+        task=task,
+        home=ground.home,
+        dtype=recipe.serve.embedding.dtype if recipe.serve and recipe.serve.embedding else "float32",
+        max_tokens=recipe.data.max_length,
+        sink=ground.sink,
+    )
+
+
 def evaluate(ground: Ground, base: StoredModel, data: Data, result: TrainingResult) -> EvaluationReport:
     """Measure base, champion and what the run made on the held-out examples, and ask the gate."""
     report = run_suites(
@@ -207,6 +268,13 @@ def evaluate(ground: Ground, base: StoredModel, data: Data, result: TrainingResu
         dtype=serving_dtype(ground.recipe),
         sink=ground.sink,
     )
+    _record_evaluation(ground, data, result, report)
+    return report
+
+
+def _record_evaluation(
+    ground: Ground, data: Data, result: TrainingResult, report: EvaluationReport | RetrievalReport
+) -> None:
     ground.registry.evaluation(
         EvaluationFact(
             id=report.id,
@@ -217,7 +285,6 @@ def evaluate(ground: Ground, base: StoredModel, data: Data, result: TrainingResu
             passed=report.verdict.passed,
         )
     )
-    return report
 
 
 def champion(ground: Ground, name: str) -> Champion | None:
@@ -233,7 +300,7 @@ def champion(ground: Ground, name: str) -> Champion | None:
             raise
         return None
     path = ground.home.versions / standing.path
-    return Champion(standing.id, path, standing.base_digest, whole=standing.kind == "model")
+    return Champion(standing.id, path, standing.base_digest, whole=standing.kind != "adapter")
 
 
 def candidate(kind: Kind, path: Path) -> Candidate:
@@ -241,8 +308,10 @@ def candidate(kind: Kind, path: Path) -> Candidate:
     return Candidate(kind, path, whole=kind == "model")
 
 
-def made(recipe: Recipe) -> Literal["adapter", "model"]:
+def made(recipe: Recipe) -> Kind:
     """What a run of `recipe` makes, as the registry calls it."""
+    if recipe.objective.kind == "contrastive":
+        return "embedder"
     return "model" if recipe.adapter.kind == "none" else "adapter"
 
 
@@ -255,7 +324,8 @@ def require_kind(ground: Ground) -> None:
     if known is not None and known.kind != kind:
         raise ConfigError(
             f"register.name {wanted.name!r} holds versions of kind {known.kind}; "
-            f"adapter.kind {ground.recipe.adapter.kind} makes one of kind {kind}.",
+            f"objective {ground.recipe.objective.kind} with adapter.kind {ground.recipe.adapter.kind} makes one of "
+            f"kind {kind}.",
             hint=f"Register it under another name: --set register.name={wanted.name}-{kind}.",
         )
 
@@ -267,7 +337,11 @@ def serving_dtype(recipe: Recipe) -> Dtype:
 
 
 def register(
-    ground: Ground, base: StoredModel, data: Data, result: TrainingResult, report: EvaluationReport
+    ground: Ground,
+    base: StoredModel,
+    data: Data,
+    result: TrainingResult,
+    report: EvaluationReport | RetrievalReport,
 ) -> Registration:
     """Make a version of what the run made, give it the gate's verdict, and move the alias if that allows it."""
     wanted = ground.recipe.registration
@@ -289,7 +363,7 @@ def register(
             recipe_digest=_digest(settings),
             lock_digest=lock_digest(),
             code_commit=code_commit(),
-            metrics={f"{name}_exact_match": score.value for name, score in report.scores.items()},
+            metrics=report.figures,
         ),
         recipe=settings,
         sink=ground.sink,
@@ -304,7 +378,7 @@ def register(
     return Registration(version, move, report.verdict.reason)
 
 
-def end_gate(registry: RegistryClient, gate: GateBegun, report: EvaluationReport) -> None:
+def end_gate(registry: RegistryClient, gate: GateBegun, report: EvaluationReport | RetrievalReport) -> None:
     """Give the version of `gate` the verdict of `report`, which is recorded, with all that it looked at."""
     verdict = report.verdict
     registry.end_gate(

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from actors.evaluation.report import EvaluationReport
+from actors.evaluation.retrieval import RetrievalReport
 from actors.training import support
 from actors.training.controller import TrainingResult
 from actors.training.fit import require_room, resources_per_worker
@@ -27,7 +28,7 @@ class Turn:
     base: StoredModel
     data: Data
     result: TrainingResult
-    report: EvaluationReport | None
+    report: EvaluationReport | RetrievalReport | None
     registration: Registration | None
 
 
@@ -62,6 +63,7 @@ def run(
             require_choice(recipe.name, standing.registry.runs())
         with display.stage("models"):
             (base,) = stages.models(standing, recipe.model.base)
+            support.require_kind(recipe, base)
             support.require(recipe, support.shape_of(base.path))  # and not in a worker
         with display.stage("data"):
             data = stages.data(standing, base)
@@ -70,7 +72,8 @@ def run(
         if not evaluate:
             return Turn(base, data, result, None, None)
         with display.stage("evaluate"):
-            report = stages.evaluate(standing, base, data, result)
+            measure = stages.evaluate if recipe.objective.kind == "sft" else stages.evaluate_embedder
+            report = measure(standing, base, data, result)
         if recipe.registration is None:
             return Turn(base, data, result, report, None)
         with display.stage("register"):

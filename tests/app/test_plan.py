@@ -15,6 +15,7 @@ from app.pipelines import calibration, plan
 from cluster.errors import ConfigError
 from cluster.session import default_cpus
 from cluster.storage import Home
+from tests.actors.training.pairs import write_embedder
 
 
 @pytest.fixture
@@ -154,6 +155,23 @@ def test_a_model_that_is_not_there_or_is_no_language_model_is_red(tmp_path: Path
         line = next(line for line in plan.plan(recipe, Home(tmp_path), tmp_path) if line.name == "model")
         assert line.status == "red"
         assert part in line.found
+
+
+def test_an_embedder_is_a_base_for_what_is_contrasted_and_for_nothing_else(tmp_path: Path, model: Path) -> None:
+    embedder = write_embedder(tmp_path / "embedder")
+    home = Home(tmp_path / "home")
+
+    def planned(*settings: str) -> dict[str, plan.Line]:
+        recipe = recipes.load("code-search", ["objective.matryoshka=null", *settings])
+        return {line.name: line for line in plan.plan(recipe, home, tmp_path)}
+
+    found = planned(f"model.base={embedder}")
+    assert found["model"].status == "ok"
+    assert found["memory"].found == "memory and time of an embedder are not estimated"
+    assert found["batch"].found == "64 pairs, each contrasted with all others = 2 workers × 32 × 1"
+    assert "embedded twice" in planned(f"model.base={embedder}", "optimizer.micro_batch_size=8")["batch"].found
+    refused = planned(f"model.base={model}")["model"]
+    assert (refused.status, refused.found) == ("red", f"{model} makes no embeddings")
 
 
 def test_a_base_without_a_tokenizer_is_red(tmp_path: Path, model: Path) -> None:

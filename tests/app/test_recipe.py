@@ -64,6 +64,13 @@ def test_a_fault_of_the_whole_recipe_does_not_print_the_recipe() -> None:
     assert "(got" not in caught.value.message
 
 
+def test_what_is_learned_is_measured_by_its_suite() -> None:
+    with pytest.raises(ConfigError, match=r"cannot measure objective contrastive: set evaluate\.suites to \[retrieval"):
+        recipes.load("code-search", ["evaluate.suites=[exact-match]", "evaluate.retrieval=null"])
+    with pytest.raises(ConfigError, match=r"cannot measure objective sft: set evaluate\.suites to \[exact-match"):
+        recipes.load("error-triage", ["evaluate.suites=[retrieval]"])
+
+
 def test_an_unknown_recipe_lists_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         recipes.load(tmp_path / "none.yaml")
