@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.data.rows import content_id
 from actors.evaluation.ranking import Judgements
 from cluster.errors import ConfigError
 
@@ -28,8 +29,10 @@ class RetrievalTask:
     """What each query comes from (a package, a user): those of one group are alike. None: each is its own."""
 
 
-def read(folder: Path, *, split: str = "test") -> RetrievalTask:
+def read(folder: Path, *, split: str = "test", queries: int | None = None) -> RetrievalTask:
     """The task in `folder`; queries that `split` has no relevant document for are left out.
+
+    At most so many `queries`, chosen by a hash of their ids, so that a greater number only adds to them.
 
     A document's title stands before its text, with a space between, as BEIR's own models read it. `ConfigError` names
     the file and line at fault, also where a judgement names a query or document that there is not.
@@ -48,6 +51,9 @@ def read(folder: Path, *, split: str = "test") -> RetrievalTask:
             raise ConfigError(f"{where} judges the document {document!r}, which corpus.jsonl does not have.")
         judgements.setdefault(query, {})[document] = grade
     answerable = {query: graded for query, graded in judgements.items() if max(graded.values()) > 0}
+    if queries is not None:
+        chosen = set(sorted(answerable, key=content_id)[:queries])
+        answerable = {query: graded for query, graded in answerable.items() if query in chosen}
     if not answerable:
         raise ConfigError(f"{path} has no relevant document for any query.", hint="Grades from 1 are relevant.")
     return RetrievalTask(folder.name, corpus, {query: asked[query] for query in answerable}, answerable)

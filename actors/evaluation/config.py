@@ -1,10 +1,12 @@
 """Settings of evaluation and of the gate in front of an alias."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from cluster.config import Config
+
+_POOL: Final = 5000
 
 
 class SliceConfig(Config):
@@ -65,10 +67,18 @@ class RetrievalConfig(Config):
     Of each text as many tokens are read as in training, `data.max_length`.
     """
 
-    pool: int = Field(default=5000, ge=2)
+    pool: int = Field(default=_POOL, ge=2)
     """Held-out documents to search."""
+    beir: str | None = None
+    """A folder in BEIR's format (corpus.jsonl, queries.jsonl, qrels/test.tsv) to search instead, all of its corpus."""
     dims: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Shorter lengths at which the vectors have to serve as well."""
+
+    @model_validator(mode="after")
+    def _one_collection(self) -> Self:
+        if self.beir is not None and self.pool != _POOL:
+            raise ValueError(f"pool {self.pool} is of held-out pairs; of a beir folder all is searched: leave it out")
+        return self
 
 
 class EvaluateConfig(Config):

@@ -19,7 +19,7 @@ from actors.data.examples import ChatExample, PairExample, read
 from actors.data.pairs import prepare_pairs
 from actors.data.prepare import prepare
 from actors.data.version import DataVersion
-from actors.evaluation import retrieval
+from actors.evaluation import beir, retrieval
 from actors.evaluation.beir import RetrievalTask
 from actors.evaluation.config import RetrievalConfig
 from actors.evaluation.evaluate import Candidate, Champion
@@ -139,11 +139,14 @@ def held_out(ground: Ground, examples: DataVersion) -> list[ChatExample]:
 def held_out_search(ground: Ground, examples: DataVersion) -> RetrievalTask:
     """What the recipe searches and asks for; too few pairs are a `ConfigError` now, not after the training."""
     evaluate = ground.recipe.evaluate
+    settings = evaluate.retrieval or RetrievalConfig()
+    if settings.beir is not None:
+        return beir.read(Path(settings.beir), queries=evaluate.max_cases)
     measure, version = _measured_on(ground, examples)
     pairs = read(version, measure.split, ground.home, limit=measure.limit)
     return retrieval.task_of(
         [pair for pair in pairs if isinstance(pair, PairExample)],
-        pool=(evaluate.retrieval or RetrievalConfig()).pool,
+        pool=settings.pool,
         queries=evaluate.max_cases,
     )
 

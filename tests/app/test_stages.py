@@ -171,3 +171,18 @@ def test_a_gate_against_the_base_does_not_ask_for_the_champion(tmp_path: Path) -
 def test_the_gate_measures_in_the_dtype_that_will_serve(tmp_path: Path) -> None:
     assert stages.serving_dtype(recipes.load("error-triage", ["serve.llm.dtype=float32"])) == "float32"
     assert stages.serving_dtype(recipes.load("error-triage", ["serve=null"])) == "bfloat16"
+
+
+def test_a_recipe_may_be_measured_on_a_beir_folder(tmp_path: Path) -> None:
+    """All of it is read before there is a run, so that a fault in it costs no training."""
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "corpus.jsonl").write_text('{"_id": "d1", "text": "Snow is white."}\n')
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q1", "text": "What is white?"}\n')
+    (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\n")
+    recipe = recipes.load("code-search", [f"evaluate.retrieval={{beir: {tmp_path}}}"])
+    standing = stages.Ground(recipe, Home(tmp_path), cast(RegistryClient, Ends()), MemoryTracker(), "memory", silent)
+    task = stages.held_out_search(standing, tokens(rows=1))
+    assert (task.queries, task.judgements) == ({"q1": "What is white?"}, {"q1": {"d1": 1}})
+    (tmp_path / "corpus.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"There is no .*corpus\.jsonl"):
+        stages.held_out_search(standing, tokens(rows=1))

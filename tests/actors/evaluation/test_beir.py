@@ -29,6 +29,14 @@ def test_a_task_is_read_with_titles_and_without_queries_that_nothing_answers(tmp
     assert task.judgements == {"q1": {"d1": 2, "d2": 0}}
 
 
+def test_fewer_queries_are_the_same_whatever_else_is_asked(tmp_path: Path) -> None:
+    path = folder(tmp_path, "q1\td1\t2", "q2\td2\t1")
+    (first,) = beir.read(path, queries=1).queries
+    assert set(beir.read(path, queries=2).queries) == {"q1", "q2"}
+    assert list(beir.read(path, queries=1).judgements) == [first]
+    assert set(beir.read(path, queries=1).corpus) == {"d1", "d2"}
+
+
 @pytest.mark.parametrize(
     ("judgement", "said"),
     [

@@ -186,6 +186,7 @@ def test_a_length_that_vectors_do_not_have_is_refused() -> None:
     ("settings", "said"),
     [
         ({"suites": ["retrieval"], "gate": {"budget": {"p99_latency_s": 1}}}, r"gate\.budget is of suites that ask"),
+        ({"suites": ["retrieval"], "retrieval": {"pool": 10, "beir": "scifact"}}, "of a beir folder all is searched"),
         ({"retrieval": {"pool": 10}}, r"set suites to \[retrieval\]"),
     ],
 )
