@@ -59,6 +59,14 @@ class Recipe(TrainConfig):
         return self
 
     @model_validator(mode="after")
+    def _mines_for_pairs(self) -> Self:
+        if self.data.negatives is not None and self.objective.kind != "contrastive":
+            raise ValueError(
+                f"data.negatives is set, but objective {self.objective.kind} learns from none: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         engine = self.serve.engine_of(self.model.base) if self.serve else None
         if engine and self.adapter.kind == "lora" and self.adapter.r > engine.max_lora_rank:

@@ -20,6 +20,20 @@ class SourceConfig(Config):
     """Rows to keep of the split, chosen by a hash of the row, so that a bigger limit only adds rows."""
 
 
+class NegativesConfig(Config):
+    """How many documents each query of pairs is taught to be none of its answers, and which are left alone."""
+
+    per_query: int = Field(default=2, ge=1)
+    candidates: int = Field(default=50, ge=1)
+    """Documents nearest to a query that are looked at."""
+    margin: float = Field(default=0.05, ge=0, lt=1)
+    """A document whose similarity to the query comes within this share of the positive's may well be right, too."""
+    most_alike: float = Field(default=0.95, gt=-1, le=1)
+    """Nor is one a negative that is more similar than this to the positive itself."""
+    model: str | None = None
+    """What mines: catalog name, Hugging Face id or folder. Unset: the base. For a second round what the first made."""
+
+
 class DataConfig(Config):
     """What a run learns from and what it is measured on."""
 
@@ -37,6 +51,8 @@ class DataConfig(Config):
     packing: bool = True
     """Put several chat examples into one sequence; they do not see each other."""
     seed: int = 0
+    negatives: NegativesConfig | None = None
+    """Of pairs: hard negatives to mine for the train side. Unset: those of the source, if it has some."""
 
     @model_validator(mode="after")
     def _eval_is_held_out(self) -> Self:

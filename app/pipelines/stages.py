@@ -19,11 +19,12 @@ from actors.data.examples import ChatExample, PairExample, read
 from actors.data.pairs import prepare_pairs
 from actors.data.prepare import prepare
 from actors.data.version import DataVersion
-from actors.evaluation import beir, retrieval
+from actors.evaluation import beir, embedding, retrieval
 from actors.evaluation.beir import RetrievalTask
 from actors.evaluation.config import RetrievalConfig
 from actors.evaluation.evaluate import Candidate, Champion
 from actors.evaluation.evaluate import evaluate as run_suites
+from actors.evaluation.negatives import mine
 from actors.evaluation.parity import Dtype
 from actors.evaluation.report import EvaluationReport
 from actors.evaluation.retrieval import RetrievalReport
@@ -114,12 +115,24 @@ def data(ground: Ground, base: StoredModel) -> Data:
     record_data(ground.registry, examples)
     if isinstance(recipe.objective, ContrastiveConfig):
         negatives = recipe.objective.loss == "triplet"
-        tokens = prepare_pairs(examples, recipe.data, base.path, home, ground.sink, needs_negatives=negatives)
+        pairs = mined(ground, base, examples) if recipe.data.negatives else examples
+        tokens = prepare_pairs(pairs, recipe.data, base.path, home, ground.sink, needs_negatives=negatives)
         record_data(ground.registry, tokens)
         return Data(examples, tokens, [], held_out_search(ground, examples))
     tokens = prepare(examples, recipe.data, base.path, home, ground.sink)
     record_data(ground.registry, tokens)
     return Data(examples, tokens, held_out(ground, examples))
+
+
+def mined(ground: Ground, base: StoredModel, examples: DataVersion) -> DataVersion:
+    """`examples` with hard negatives, by the base or by the model that the recipe names for it."""
+    negatives = ground.recipe.data.negatives
+    model = obtain(negatives.model, ground.home) if negatives and negatives.model else base
+    pairs = mine(
+        examples, ground.recipe.data, model, ground.home, dtype=embedding_dtype(ground.recipe), sink=ground.sink
+    )
+    record_data(ground.registry, pairs)
+    return pairs
 
 
 def held_out(ground: Ground, examples: DataVersion) -> list[ChatExample]:
@@ -253,7 +266,7 @@ def search(
         champion=champion,
         task=task,
         home=ground.home,
-        dtype=recipe.serve.embedding.dtype if recipe.serve and recipe.serve.embedding else "float32",
+        dtype=embedding_dtype(recipe),
         max_tokens=recipe.data.max_length,
         sink=ground.sink,
     )
@@ -337,6 +350,11 @@ def serving_dtype(recipe: Recipe) -> Dtype:
     """What the engine that will serve computes in: a verdict on another one would be about another one."""
     engine = recipe.serve.engine_of(recipe.model.base) if recipe.serve else None
     return engine.dtype if engine else "bfloat16"
+
+
+def embedding_dtype(recipe: Recipe) -> embedding.Dtype:
+    """The same of what will serve embeddings."""
+    return recipe.serve.embedding.dtype if recipe.serve and recipe.serve.embedding else "float32"
 
 
 def register(

@@ -71,6 +71,12 @@ def test_what_is_learned_is_measured_by_its_suite() -> None:
         recipes.load("error-triage", ["evaluate.suites=[retrieval]"])
 
 
+def test_negatives_are_for_who_contrasts() -> None:
+    assert recipes.load("code-search", ["data.negatives={per_query: 1}"]).data.negatives is not None
+    with pytest.raises(ConfigError, match=r"data\.negatives is set, but objective sft"):
+        recipes.load("error-triage", ["data.negatives={}"])
+
+
 def test_an_unknown_recipe_lists_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         recipes.load(tmp_path / "none.yaml")

@@ -1,5 +1,7 @@
 """An embedder's vectors from Ray workers, and base, candidate and champion measured with them."""
 
+import json
+import uuid
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,8 +10,12 @@ import pytest
 import ray
 from ray.util import placement_group, remove_placement_group
 
+from actors.data import examples
+from actors.data.build import build
+from actors.data.config import DataConfig, NegativesConfig, SourceConfig
 from actors.data.examples import PairExample
-from actors.evaluation import embedding, retrieval
+from actors.data.pairs import prepare_pairs
+from actors.evaluation import embedding, negatives, retrieval
 from actors.evaluation.config import EvaluateConfig, RetrievalConfig
 from actors.evaluation.evaluate import Champion
 from actors.training import embedder
@@ -68,6 +74,32 @@ def test_base_candidate_and_champion_search_one_pool(
     assert list(report.seconds) == ["base", "candidate", "champion"]
     assert {one.note for one in told} >= {"the workers of the champion start", "embedded by champion"}
     assert type(report).model_validate(report.model_dump(mode="json")) == report
+
+
+def test_negatives_are_mined_into_a_version_of_their_own(
+    ray_session: Session, home: Home, folder: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / f"mined-{uuid.uuid4().hex[:6]}.jsonl"
+    lines = [{"query": pair.query, "positive": pair.positive} for pair in PAIRS[:120]]
+    lines[0]["negative"] = "w5"
+    source.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    data = SourceConfig(source=str(source), limit=60)
+    config = DataConfig(train=data, negatives=NegativesConfig(), near_duplicate_similarity=1.0, max_length=16)
+    pairs = build(str(source), config, home)
+    base = obtain(str(folder), home)
+    mined = negatives.mine(pairs, config, base, home)
+    assert (mined.parent, mined.stage, mined.shape, mined.splits["train"].rows) == (pairs.id, "examples", "pairs", 60)
+    rows = [row for row in examples.read(mined, "train", home) if isinstance(row, PairExample)]
+    positives = {row.positive for row in rows}
+    assert sum(len(row.negatives) == 2 for row in rows) > 40
+    for row in rows:
+        assert {*row.negatives} - {"w5"} <= positives - {row.positive}
+    assert [row.negatives for row in examples.read(mined, "test", home) if isinstance(row, PairExample)][1:5] == [
+        ()
+    ] * 4
+    assert negatives.mine(pairs, config, base, home) == mined
+    prepared = prepare_pairs(mined, config, folder, home, needs_negatives=True)
+    assert prepared.splits["train"].rows == sum(bool(row.negatives) for row in rows)
 
 
 def test_a_cluster_without_a_free_place_is_a_verdict(ray_session: Session, home: Home, folder: Path) -> None:
