@@ -114,11 +114,12 @@ def data(ground: Ground, base: StoredModel) -> Data:
     examples = build(recipe.data.train.source, recipe.data, home, ground.sink)
     record_data(ground.registry, examples)
     if isinstance(recipe.objective, ContrastiveConfig):
+        search = held_out_search(ground, examples)  # first, for it may refuse, and what follows takes minutes
         negatives = recipe.objective.loss == "triplet"
         pairs = mined(ground, base, examples) if recipe.data.negatives else examples
         tokens = prepare_pairs(pairs, recipe.data, base.path, home, ground.sink, needs_negatives=negatives)
         record_data(ground.registry, tokens)
-        return Data(examples, tokens, [], held_out_search(ground, examples))
+        return Data(examples, tokens, [], search)
     tokens = prepare(examples, recipe.data, base.path, home, ground.sink)
     record_data(ground.registry, tokens)
     return Data(examples, tokens, held_out(ground, examples))
