@@ -77,7 +77,13 @@ def with_weights(base: Path, weights: Mapping[str, torch.Tensor]) -> Any:
 def merged(base: Path, folder: Path) -> Any:
     """The embedder in `base` with the adapter in `folder` added to its weights, in fp32."""
     model = load(base)
-    model[0].model = PeftModel.from_pretrained(model[0].model, folder).merge_and_unload()
+    transformer = model[0].model
+    head = getattr(transformer, "pooler", None)
+    if head is not None:
+        transformer.pooler = None  # had no adapter in training, and would be given an empty one here
+    model[0].model = PeftModel.from_pretrained(transformer, folder).merge_and_unload()
+    if head is not None:
+        model[0].model.pooler = head
     return model
 
 
