@@ -36,6 +36,11 @@ def _parts(first: str, several: Iterable[Served]) -> dict[str, Served]:
     return {f"{first}-{one.served_as}" if place else first: one for place, one in enumerate(several)}
 
 
+def _named(several: Iterable[Served], model: str) -> Served | None:
+    served = list(several)
+    return next((one for one in served if one.served_as == served_name(model)), next(iter(served), None))
+
+
 class ServeConfig(Config):
     """gateway → LLM engines with adapters; gateway → embedder; gateway → reranker; gateway → collections."""
 
@@ -63,8 +68,11 @@ class ServeConfig(Config):
 
         A recipe may train on one model and serve what came of it, under another name.
         """
-        named = (base for base in self.llm if base.served_as == served_name(model))
-        return next(named, next(iter(self.llm), None))
+        return _named(self.llm, model)
+
+    def embedder_of(self, model: str) -> EmbeddingConfig | None:
+        """The same of embedding models."""
+        return _named(self.embedding, model)
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -355,7 +355,8 @@ def serving_dtype(recipe: Recipe) -> Dtype:
 
 def embedding_dtype(recipe: Recipe) -> embedding.Dtype:
     """The same of what will serve embeddings."""
-    return recipe.serve.embedding.dtype if recipe.serve and recipe.serve.embedding else "float32"
+    embedder = recipe.serve.embedder_of(recipe.model.base) if recipe.serve else None
+    return embedder.dtype if embedder else "float32"
 
 
 def register(
