@@ -79,7 +79,7 @@ def quiet() -> Display:
     return Display(Console(file=io.StringIO()))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_a_recipe_makes_an_embedder_that_finds_more_than_its_base(
     ray_session: Session, registry: RegistryClient, home: Home, folder: Path
 ) -> None:
