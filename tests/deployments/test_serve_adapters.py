@@ -17,7 +17,7 @@ from ray.serve._private.long_poll import LongPollNamespace
 from actors.registry.facts import Version, VersionFact
 from cluster.models import obtain
 from tests.adapters import write_adapter
-from tests.serving import BASE, KEPT, ServeApp
+from tests.serving import BASE, KEPT, TINY, ServeApp
 
 pytestmark = pytest.mark.serve
 
@@ -114,11 +114,14 @@ def test_what_a_stream_uses_is_not_evicted_and_what_was_hung_up_on_is(serve_app:
 
 
 def test_ranks_may_differ_in_one_batch(serve_app: ServeApp) -> None:
-    pair = [registered(serve_app, "ranked", 1, rank=rank)[0] for rank in (4, 16)]
-    alone = [serve_app.say(f"{BASE}:{version.id}", max_tokens=4) for version in pair]
+    """Of the base that is so sure of its words that no batch changes one."""
+    pair = [serve_app.register("ranked", seed=20 + rank, rank=rank, base=TINY) for rank in (4, 16)]
+    models = [f"{TINY}:{version.id}" for version in pair]
+    until(lambda: {model.id for model in serve_app.sdk.models.list()}.issuperset(models))
+    alone = [serve_app.say(model, max_tokens=4) for model in models]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(lambda version: serve_app.say(f"{BASE}:{version.id}", max_tokens=4), pair))
-    assert len({*alone, serve_app.say(BASE, max_tokens=4)}) == 3
+        together = list(pool.map(lambda model: serve_app.say(model, max_tokens=4), models))
+    assert len({*alone, serve_app.say(TINY, max_tokens=4)}) == 3
     assert together == alone
 
 
